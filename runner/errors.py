@@ -50,6 +50,10 @@ class RunFinished(CeleriacError):
     """The run has already ended, so what was asked of it can't be done."""
 
 
+class ResultTimeout(CeleriacError, TimeoutError):
+    """The run hasn't ended within the time that the caller was willing to wait."""
+
+
 class RedisUnavailable(CeleriacError):
     """Redis doesn't answer, or what answers isn't Redis."""
 

@@ -1,0 +1,214 @@
+"""Runs one tool call under its lease: a thread beside the body renews it, and ends the body."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from runner import keys
+from runner.interrupt import Body, ToolInterrupted
+from runner.models import ToolErrorInfo, ToolErrorType
+from runner.nudge import Nudges
+from runner.store import BegunCall, Outcome, RunStore
+from runner.tools import Context, Executed, Tool, error_result, execute
+
+logger = logging.getLogger(__name__)
+
+KILL_GRACE = 2.0
+"""Seconds that an interrupted tool has to let go before its process is ended."""
+
+
+class CallRunner:
+    """Turns a begun call into its result, or into nothing where the attempt has lost its say.
+
+    `kill` ends this process when a tool won't let go (None: it is waited for, as in a test).
+    """
+
+    def __init__(
+        self,
+        store: RunStore,
+        nudges: Nudges,
+        renew_every: float,
+        kill: Callable[[], None] | None,
+    ) -> None:
+        self._store = store
+        self._nudges = nudges
+        self._renew_every = renew_every
+        self._kill = kill
+
+    def run(self, call: BegunCall, tool: Tool | None) -> Executed | None:
+        error = _refusal(call, tool)
+        if error is not None or tool is None:
+            return _error(call, error or _unknown_tool())
+        body = Body()
+        holder = CallHolder(
+            renew=lambda: self._store.renew_call(call),
+            renew_every=self._renew_every,
+            timeout=min(tool.timeout, max(0.001, call.record.remaining)),
+            body=body,
+            give_up=lambda: self._give_up(call, tool),
+        )
+        started = time.monotonic()
+        with self._nudges.watch(call.record.run_id, holder.wake), holder:
+            try:
+                return execute(tool, self._context(call, holder), call.decision.arguments, body)
+            except ToolInterrupted:
+                if holder.reason is not None:
+                    return None
+        return _error(call, _timeout(tool), duration=time.monotonic() - started)
+
+    def _context(self, call: BegunCall, holder: CallHolder) -> Context:
+        record, call_id = call.record, call.decision.call_id
+        trace_id = keys.trace_id(record.run_id, record.step, call.index)
+
+        def report(done: float, total: float | None, note: str) -> None:
+            data = {"done": done, "total": total, "note": note}
+            self._store.add_event(
+                record.run_id, "call.progress", step=record.step, call=call_id, data=data
+            )
+
+        return Context(
+            run_id=record.run_id,
+            call_id=call_id,
+            trace_id=trace_id,
+            attempt=call.attempt,
+            idempotency_key=trace_id,
+            principal=record.principal,
+            deadline=datetime.fromtimestamp(record.deadline / 1000, UTC),
+            metadata=dict(record.metadata),
+            report=report,
+            is_cancelled=lambda: holder.reason is not None,
+        )
+
+    def _give_up(self, call: BegunCall, tool: Tool) -> None:
+        """The body won't let go: record that in its place, and end the process that it holds."""
+        if self._kill is None:
+            return
+        run_id, step = call.record.run_id, call.record.step
+        logger.warning(
+            "run=%s call=%s tool=%s won't let go; ending its process",
+            run_id,
+            call.decision.call_id,
+            tool.name,
+        )
+        result = _error(call, _timeout(tool), duration=tool.timeout + KILL_GRACE).result
+        self._store.record_result(run_id, step, call.index, result, fatal=None)
+        self._kill()
+
+
+class CallHolder:
+    """The thread beside a body: renews the lease; ends the body at its timeout or its run's end."""
+
+    def __init__(
+        self,
+        *,
+        renew: Callable[[], Outcome],
+        renew_every: float,
+        timeout: float,
+        body: Body,
+        give_up: Callable[[], None],
+    ) -> None:
+        self.reason: Outcome | None = None
+        self._renew = renew
+        self._renew_every = renew_every
+        self._deadline = time.monotonic() + timeout
+        self._body = body
+        self._give_up = give_up
+        self._woken = threading.Event()
+        self._done = False
+        self._thread = threading.Thread(target=self._keep, name="celeriac-lease", daemon=True)
+
+    def __enter__(self) -> CallHolder:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done = True
+        self._woken.set()
+        self._thread.join()
+
+    def wake(self) -> None:
+        """Something happened to the run: look at once."""
+        self._woken.set()
+
+    def _keep(self) -> None:
+        renew_at = time.monotonic() + self._renew_every
+        while not self._done:
+            nudged = self._woken.wait(max(0.0, min(renew_at, self._deadline) - time.monotonic()))
+            self._woken.clear()
+            if self._done:
+                return
+            now = time.monotonic()
+            if now >= self._deadline:
+                break
+            if nudged or now >= renew_at:
+                renew_at = now + self._renew_every
+                outcome = self._renew_once()
+                if outcome is not Outcome.OK:
+                    self.reason = outcome
+                    break
+        self._end_body()
+
+    def _renew_once(self) -> Outcome:
+        try:
+            return self._renew()
+        except Exception as error:  # noqa: BLE001 - a Redis that is away: the lease decides
+            logger.warning("can't renew a call's lease: %s", type(error).__name__)
+            return Outcome.OK
+
+    def _end_body(self) -> None:
+        patience = time.monotonic() + KILL_GRACE
+        while not self._done:
+            self._body.interrupt()
+            self._woken.wait(0.05)
+            if not self._done and time.monotonic() > patience:
+                self._give_up()
+                return
+
+
+def _refusal(call: BegunCall, tool: Tool | None) -> ToolErrorInfo | None:
+    """Why this call doesn't run (again)."""
+    match call.outcome:
+        case Outcome.LOST:
+            return ToolErrorInfo(
+                type=ToolErrorType.OUTCOME_UNKNOWN,
+                message="the worker died while this tool ran; it may or may not have taken "
+                "effect, and it isn't safe to run it again",
+            )
+        case Outcome.POISONED:
+            return ToolErrorInfo(
+                type=ToolErrorType.POISONED,
+                message=f"the worker died in the last of {call.attempt} attempts of this call",
+            )
+        case _ if tool is None:
+            return _unknown_tool()
+        case _:
+            return call.decision.error
+
+
+def _unknown_tool() -> ToolErrorInfo:
+    return ToolErrorInfo(
+        type=ToolErrorType.UNKNOWN_TOOL, message="the tools worker has no tool of that name"
+    )
+
+
+def _timeout(tool: Tool) -> ToolErrorInfo:
+    return ToolErrorInfo(
+        type=ToolErrorType.TIMEOUT,
+        message=f"{tool.name} didn't finish within {tool.timeout:g} s",
+        retryable=tool.idempotent,
+    )
+
+
+def _error(call: BegunCall, error: ToolErrorInfo, *, duration: float = 0.0) -> Executed:
+    result = error_result(
+        call.decision.call_id,
+        call.decision.name,
+        error,
+        attempt=max(1, call.attempt),
+        duration_ms=int(duration * 1000),
+    )
+    return Executed(result)

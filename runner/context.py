@@ -1,0 +1,117 @@
+"""What a model sees: a view computed from the stored history, which itself never changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from runner.agents import Agent
+from runner.models import Final, ModelRequest, ProposedCall, ToolCalls
+
+Message = dict[str, Any]
+
+
+def goal_message(goal: str) -> Message:
+    return {"role": "user", "content": goal}
+
+
+def answer_message(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def assistant_message(reply: ToolCalls) -> Message:
+    """The turn that opens a block; its tool messages follow in the order of these calls."""
+    return {
+        "role": "assistant",
+        "content": reply.text,
+        "tool_calls": [_call_entry(call) for call in reply.calls],
+    }
+
+
+def tool_message(provider_id: str, content: str) -> Message:
+    return {"role": "tool", "tool_call_id": provider_id, "content": content}
+
+
+def correction(final: Final, problem: str) -> list[Message]:
+    """Sends an answer back: what the model said and what is wrong with it. Never stored."""
+    return [answer_message(final.text), goal_message(problem)]
+
+
+def build_request(
+    agent: Agent,
+    *,
+    model: str,
+    history: Sequence[Message],
+    corrections: Sequence[Message],
+    step: int,
+    timeout: float,
+) -> ModelRequest:
+    """The request of one model call: instructions first, then the history as it is stored."""
+    return ModelRequest(
+        model=model,
+        messages=(*_system_message(agent), *history, *corrections),
+        tools=tuple(agent.toolbox.definitions()),
+        tool_choice=_tool_choice(agent, step),
+        parallel_tool_calls=agent.parallel_tool_calls,
+        timeout=timeout,
+    )
+
+
+def describe_agent(agent: Agent) -> dict[str, Any]:
+    """What a request is made of beside the history; in a trace once for each version."""
+    return {
+        "fingerprint": agent.fingerprint,
+        "system": list(_system_message(agent)),
+        "tools": list(agent.toolbox.definitions()),
+    }
+
+
+def describe_request(request: ModelRequest, *, history: int, corrections: int) -> dict[str, Any]:
+    """The view that was sent, in terms of the stored history, which a trace doesn't repeat."""
+    return {
+        "model": request.model,
+        "history": history,
+        "corrections": list(request.messages[len(request.messages) - corrections :]),
+        "tool_choice": request.tool_choice,
+        "parallel_tool_calls": request.parallel_tool_calls,
+    }
+
+
+def rebuild_request(
+    described: Mapping[str, Any], agent: Mapping[str, Any], history: Sequence[Message]
+) -> dict[str, Any]:
+    """The inverse of the two `describe_` functions: messages, tools and options as sent."""
+    return {
+        "model": described["model"],
+        "messages": [
+            *agent["system"],
+            *history[: described["history"]],
+            *described["corrections"],
+        ],
+        "tools": agent["tools"],
+        "tool_choice": described["tool_choice"],
+        "parallel_tool_calls": described["parallel_tool_calls"],
+    }
+
+
+def _system_message(agent: Agent) -> list[Message]:
+    parts = [agent.instructions] if agent.instructions else []
+    if agent.output_schema is not None:
+        schema = json.dumps(agent.output_schema, ensure_ascii=False)
+        parts.append(f"Give your final answer as JSON alone, matching this schema:\n{schema}")
+    return [{"role": "system", "content": "\n\n".join(parts)}] if parts else []
+
+
+def _tool_choice(agent: Agent, step: int) -> str | dict[str, Any]:
+    # A forced choice holds for the first step alone: forced for ever, no run could end.
+    forced = agent.tool_choice not in ("auto", "none")
+    return "auto" if forced and step > 0 else agent.tool_choice
+
+
+def _call_entry(call: ProposedCall) -> dict[str, Any]:
+    return {
+        "id": call.provider_id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }

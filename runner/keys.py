@@ -1,0 +1,75 @@
+"""The only module that spells a Redis key, a channel or an id."""
+
+from __future__ import annotations
+
+import re
+
+from runner.errors import InvalidInput
+
+DUE = "celeriac:due"
+"""ZSET run id -> ms at which somebody must look at the run: outbox, watchdog, backoff and timer."""
+
+RUNS = "celeriac:runs"
+"""ZSET run id -> ms at which its record expires, +inf until it ends: what `list` reads."""
+
+AGENTS = "celeriac:agents"
+"""HASH agent name -> what clients must know of it (limits), written by workers as they start."""
+
+NUDGE = "celeriac:nudge"
+"""Channel that carries the id of a run that was ended from outside: its holders let go at once."""
+
+RUN_ID = re.compile(r"[A-Za-z0-9_-]{8,64}")
+
+
+def run(run_id: str) -> str:
+    return f"celeriac:{run_id}"
+
+
+def messages(run_id: str) -> str:
+    return f"celeriac:{run_id}:messages"
+
+
+def calls(run_id: str) -> str:
+    return f"celeriac:{run_id}:calls"
+
+
+def results(run_id: str) -> str:
+    return f"celeriac:{run_id}:results"
+
+
+def evidence(run_id: str) -> str:
+    return f"celeriac:{run_id}:evidence"
+
+
+def events(run_id: str) -> str:
+    return f"celeriac:{run_id}:events"
+
+
+def trace(run_id: str) -> str:
+    return f"celeriac:{run_id}:trace"
+
+
+def idempotency(tenant: str, key: str) -> str:
+    return f"celeriac:idem:{tenant}:{key}"
+
+
+def seen(queue: str) -> str:
+    """STRING ms: when the newest hint that a worker of this queue has acted on was published."""
+    return f"celeriac:seen:{queue}"
+
+
+def call_id(step: int, index: int) -> str:
+    """The public id of a call, e.g. `3.0`."""
+    return f"{step}.{index}"
+
+
+def trace_id(run_id: str, step: int, index: int | None = None) -> str:
+    """The id of a step or a call outside its run: Celery's task id, a call's idempotency key."""
+    return f"{run_id}.{step}" if index is None else f"{run_id}.{step}.{index}"
+
+
+def check_run_id(run_id: str) -> str:
+    """Refuse an id that could be mistaken for another key, before it becomes part of one."""
+    if not RUN_ID.fullmatch(run_id):
+        raise InvalidInput("a run id has 8 to 64 letters, digits, _ or -")
+    return run_id

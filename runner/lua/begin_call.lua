@@ -1,0 +1,61 @@
+-- begin_call: takes the epoch and the lease of a call's next attempt, if the call may be started.
+-- A call whose last holder died is started again only while it has starts left.
+-- KEYS[1] run HASH
+-- KEYS[2] calls HASH
+-- KEYS[3] results HASH
+-- KEYS[4] events STREAM
+-- KEYS[5] seen STRING
+-- ARGV[1] step number
+-- ARGV[2] index of the call in its step
+-- ARGV[3] lease in ms
+-- ARGV[4] max_events kept in the stream
+-- ARGV[5] attempt id, so that the same request sent twice gets the same answer
+-- Returns OK | STALE | CANCELLED | DUPLICATE | EXPIRED | BUSY | LOST | POISONED, with now, the call's decision, starts and epoch, and the record
+local status, phase, step, stop = unpack(
+  redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'stop_reason'))
+if not status then
+  return {'STALE'}
+end
+if status == 'finished' then
+  return {stop == 'CANCELLED' and 'CANCELLED' or 'STALE'}
+end
+if step ~= ARGV[1] or phase ~= 'tools' then
+  return {'STALE'}
+end
+local field = ARGV[2] .. '.'
+local decision, state = unpack(redis.call('HMGET', KEYS[2], field .. 'decision', field .. 'state'))
+if not decision then
+  return {'STALE'}
+end
+if redis.call('HEXISTS', KEYS[3], ARGV[2]) == 1 then
+  return {'DUPLICATE'}
+end
+local function answer(word)
+  local started, epoch = numbers(KEYS[2], field .. 'started', field .. 'epoch')
+  return {word, int(now), decision, int(started), int(epoch), redis.call('HGETALL', KEYS[1])}
+end
+if redis.call('HGET', KEYS[2], field .. 'attempt') == ARGV[5] then
+  return answer('OK')
+end
+if now >= numbers(KEYS[1], 'deadline') then
+  return answer('EXPIRED')
+end
+local lease, not_before, starts, started, hinted, hints = numbers(KEYS[2], field .. 'lease',
+  field .. 'not_before', field .. 'starts', field .. 'started', field .. 'hinted', field .. 'hints')
+if state == 'held' or now < lease or now < not_before then
+  return {'BUSY'}
+end
+if state == 'running' and started >= starts then
+  -- Started as often as it may be, and nobody knows what the last start did.
+  return answer(starts > 1 and 'POISONED' or 'LOST')
+end
+if hints == 1 and hinted > tonumber(redis.call('GET', KEYS[5]) or 0) then
+  redis.call('SET', KEYS[5], int(hinted))
+end
+redis.call('HINCRBY', KEYS[2], field .. 'epoch', 1)
+redis.call('HINCRBY', KEYS[2], field .. 'started', 1)
+redis.call('HSET', KEYS[2], field .. 'state', 'running', field .. 'attempt', ARGV[5],
+  field .. 'lease', int(now + tonumber(ARGV[3])))
+add_event(KEYS[4], ARGV[4], 'call.started', step, step .. '.' .. ARGV[2],
+  '{"attempt":' .. int(started + 1) .. '}')
+return answer('OK')

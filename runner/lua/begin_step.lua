@@ -1,0 +1,62 @@
+-- begin_step: takes the epoch and the lease of a step's next attempt, if the step may be tried at all.
+-- KEYS[1] run HASH
+-- KEYS[2] events STREAM
+-- KEYS[3] seen STRING
+-- ARGV[1] step number
+-- ARGV[2] lease in ms
+-- ARGV[3] max_deaths of attempts in one step
+-- ARGV[4] max_events kept in the stream
+-- ARGV[5] attempt id, so that the same request sent twice gets the same answer
+-- Returns OK | STALE | CANCELLED | FAILED | EXPIRED | CAPPED | EXHAUSTED | BUSY | POISONED, with now and the record
+local status, phase, step, stop = unpack(
+  redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'stop_reason'))
+if not status then
+  return {'STALE'}
+end
+if status == 'finished' then
+  return {stop == 'CANCELLED' and 'CANCELLED' or 'STALE'}
+end
+if step ~= ARGV[1] or phase ~= 'model' then
+  return {'STALE'}
+end
+local function answer(word)
+  return {word, int(now), redis.call('HGETALL', KEYS[1])}
+end
+if redis.call('HGET', KEYS[1], 'attempt') == ARGV[5] then
+  return answer('OK')
+end
+if redis.call('HEXISTS', KEYS[1], 'fatal') == 1 then
+  return answer('FAILED')
+end
+local deadline, max_steps, max_tokens, tokens, not_before, lease, deaths, hinted, hints = numbers(
+  KEYS[1], 'deadline', 'max_steps', 'max_tokens', 'total_tokens', 'not_before', 'lease', 'deaths',
+  'hinted', 'hints')
+if now >= deadline then
+  return answer('EXPIRED')
+end
+if max_steps > 0 and tonumber(step) >= max_steps then
+  return answer('CAPPED')
+end
+if max_tokens > 0 and tokens >= max_tokens then
+  return answer('EXHAUSTED')
+end
+if now < not_before or now < lease then
+  return {'BUSY'}
+end
+if lease > 0 then
+  -- The last attempt neither committed nor let go: its holder died, or is as good as dead.
+  deaths = redis.call('HINCRBY', KEYS[1], 'deaths', 1)
+  if deaths >= tonumber(ARGV[3]) then
+    return answer('POISONED')
+  end
+  add_event(KEYS[2], ARGV[4], 'run.recovered', step, '', '{}')
+end
+if hints == 1 and hinted > tonumber(redis.call('GET', KEYS[3]) or 0) then
+  -- A queue is first in, first out: any hint older than this one and still unseen is lost.
+  redis.call('SET', KEYS[3], int(hinted))
+end
+redis.call('HINCRBY', KEYS[1], 'epoch', 1)
+redis.call('HSET', KEYS[1], 'status', 'running', 'attempt', ARGV[5],
+  'lease', int(now + tonumber(ARGV[2])))
+add_event(KEYS[2], ARGV[4], 'step.started', step, '', '{"attempt":' .. int(deaths + 1) .. '}')
+return answer('OK')

@@ -1,0 +1,87 @@
+-- commit_step: appends what a step's model call brought, and opens its calls; without calls left to
+-- run, opens the next step at once. Calls above `parallel` are held back until one in front is done.
+-- KEYS[1] run HASH
+-- KEYS[2] messages LIST
+-- KEYS[3] calls HASH
+-- KEYS[4] results HASH
+-- KEYS[5] events STREAM
+-- KEYS[6] trace LIST
+-- KEYS[7] due ZSET
+-- ARGV[1] id of the run
+-- ARGV[2] step number
+-- ARGV[3] epoch of the holder
+-- ARGV[4] grace in ms
+-- ARGV[5] max_events kept in the stream
+-- ARGV[6] parallel calls in flight at most
+-- ARGV[7] invalid calls among these
+-- ARGV[8] requests made
+-- ARGV[9] prompt_tokens
+-- ARGV[10] completion_tokens
+-- ARGV[11] total_tokens
+-- ARGV[12] unknown_usage count
+-- ARGV[13] trace entry as JSON
+-- ARGV[14] event data as JSON
+-- ARGV[15] fingerprint of the agent that took the step
+-- ARGV[16] message_count
+-- ARGV[17..] messages as JSON; then for each call seven: id, decision, name, starts, result, content, trace
+-- Returns OK | ALREADY | STALE | FENCED | CANCELLED, with the indexes whose hints are to be published
+local status, phase, step, epoch, stop = unpack(
+  redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'epoch', 'stop_reason'))
+if not status then
+  return {'STALE'}
+end
+if status == 'finished' then
+  return {stop == 'CANCELLED' and 'CANCELLED' or 'STALE'}
+end
+if step ~= ARGV[2] or epoch ~= ARGV[3] then
+  return {'FENCED'}
+end
+if phase ~= 'model' then
+  -- The same attempt again: the first reply was lost on its way, recovery owns the hints.
+  return {'ALREADY'}
+end
+local first_call = 17 + tonumber(ARGV[16])
+for i = 17, first_call - 1 do
+  redis.call('RPUSH', KEYS[2], ARGV[i])
+end
+redis.call('RPUSH', KEYS[6], ARGV[13])
+add_usage(KEYS[1], ARGV[8], ARGV[9], ARGV[10], ARGV[11], ARGV[12])
+redis.call('HINCRBY', KEYS[1], 'invalid_calls', ARGV[7])
+redis.call('HSET', KEYS[1], 'lease', 0, 'not_before', 0, 'deaths', 0, 'model_attempts', 0,
+  'hinted', int(now), 'hints', 1, 'status', 'running', 'fingerprint', ARGV[15])
+redis.call('ZADD', KEYS[7], int(now + tonumber(ARGV[4])), ARGV[1])
+add_event(KEYS[5], ARGV[5], 'model.answered', step, '', ARGV[14])
+local count = (#ARGV - first_call + 1) / 7
+if count == 0 then
+  redis.call('HINCRBY', KEYS[1], 'step', 1)
+  return {'OK'}
+end
+redis.call('DEL', KEYS[3], KEYS[4])
+local free = tonumber(ARGV[6])
+local hints = {'OK'}
+for index = 0, count - 1 do
+  local at = first_call + index * 7
+  local call = step .. '.' .. index
+  local field = index .. '.'
+  redis.call('HSET', KEYS[3], field .. 'id', ARGV[at], field .. 'decision', ARGV[at + 1],
+    field .. 'starts', ARGV[at + 3])
+  if ARGV[at + 4] ~= '' then
+    -- Refused by the runtime: its result stands from the start, and it never runs.
+    redis.call('HSET', KEYS[4], index, ARGV[at + 4])
+    redis.call('HSET', KEYS[3], field .. 'state', 'done', field .. 'content', ARGV[at + 5])
+    redis.call('RPUSH', KEYS[6], ARGV[at + 6])
+    add_event(KEYS[5], ARGV[5], 'call.finished', step, call, ARGV[at + 2])
+  else
+    redis.call('HINCRBY', KEYS[1], 'tool_calls', 1)
+    local state = 'held'
+    if free > 0 then
+      state = 'queued'
+      free = free - 1
+      hints[#hints + 1] = index
+    end
+    redis.call('HSET', KEYS[3], field .. 'state', state, field .. 'hinted', int(now), field .. 'hints', 1)
+    add_event(KEYS[5], ARGV[5], 'call.queued', step, call, ARGV[at + 2])
+  end
+end
+redis.call('HSET', KEYS[1], 'phase', 'tools', 'calls', count)
+return hints

@@ -1,0 +1,41 @@
+-- park_step: lets go of a step that has to wait (a server's Retry-After, a backoff). No worker waits.
+-- KEYS[1] run HASH
+-- KEYS[2] events STREAM
+-- KEYS[3] trace LIST
+-- KEYS[4] due ZSET
+-- ARGV[1] id of the run
+-- ARGV[2] step number
+-- ARGV[3] epoch of the holder
+-- ARGV[4] delay in ms
+-- ARGV[5] max_events kept in the stream
+-- ARGV[6] requests made
+-- ARGV[7] prompt_tokens
+-- ARGV[8] completion_tokens
+-- ARGV[9] total_tokens
+-- ARGV[10] unknown_usage count
+-- ARGV[11] trace entry as JSON
+-- ARGV[12] event data as JSON
+-- Returns OK | ALREADY | STALE | FENCED | CANCELLED
+local status, phase, step, epoch, stop, lease = unpack(
+  redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'epoch', 'stop_reason', 'lease'))
+if not status then
+  return {'STALE'}
+end
+if status == 'finished' then
+  return {stop == 'CANCELLED' and 'CANCELLED' or 'STALE'}
+end
+if step ~= ARGV[2] or epoch ~= ARGV[3] or phase ~= 'model' then
+  return {'FENCED'}
+end
+if lease == '0' then
+  return {'ALREADY'}
+end
+local not_before = now + tonumber(ARGV[4])
+redis.call('HSET', KEYS[1], 'status', 'waiting', 'lease', 0, 'deaths', 0,
+  'not_before', int(not_before))
+redis.call('HINCRBY', KEYS[1], 'model_attempts', 1)
+add_usage(KEYS[1], ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10])
+redis.call('RPUSH', KEYS[3], ARGV[11])
+redis.call('ZADD', KEYS[4], int(math.min(not_before, numbers(KEYS[1], 'deadline'))), ARGV[1])
+add_event(KEYS[2], ARGV[5], 'run.waiting', step, '', ARGV[12])
+return {'OK'}

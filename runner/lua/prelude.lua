@@ -1,0 +1,46 @@
+-- What every transition shares. Redis' own clock is the only clock: skew between workers is harmless.
+local function int(number)
+  return string.format('%.0f', number)
+end
+
+local clock = redis.call('TIME')
+local now = tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000)
+
+local function add_event(events, cap, kind, step, call, data)
+  redis.call('XADD', events, 'MAXLEN', '~', cap, '*',
+    'at', int(now), 'type', kind, 'step', step, 'call', call, 'data', data)
+end
+
+local function add_usage(run, requests, prompt, completion, total, unknown)
+  redis.call('HINCRBY', run, 'requests', requests)
+  redis.call('HINCRBY', run, 'prompt_tokens', prompt)
+  redis.call('HINCRBY', run, 'completion_tokens', completion)
+  redis.call('HINCRBY', run, 'total_tokens', total)
+  redis.call('HINCRBY', run, 'unknown_usage', unknown)
+end
+
+-- Numbers of a record, 0 where the field is missing.
+local function numbers(hash, ...)
+  local values = redis.call('HMGET', hash, ...)
+  for i, value in ipairs(values) do
+    values[i] = tonumber(value or '') or 0
+  end
+  return unpack(values)
+end
+
+-- JSON is joined here, never parsed and encoded again: cjson would bend big integers and empty lists.
+local function tool_message(id, content)
+  return '{"role":"tool","tool_call_id":' .. id .. ',"content":' .. content .. '}'
+end
+
+-- Closes a block: every call's tool message, in call order, and the evidence found. A call without a
+-- result gets `closer` as its content, so that no history ever holds an orphan.
+local function append_results(messages, calls, evidence, count, closer)
+  for i = 0, count - 1 do
+    local call = redis.call('HMGET', calls, i .. '.id', i .. '.content', i .. '.evidence')
+    redis.call('RPUSH', messages, tool_message(call[1], call[2] or closer))
+    if call[3] then
+      redis.call('RPUSH', evidence, call[3])
+    end
+  end
+end

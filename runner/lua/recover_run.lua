@@ -1,0 +1,76 @@
+-- recover_run: looks at one due run and says which hints are lost; sets when to look again.
+-- A hint is lost when its queue is empty, when a younger one was acted on, or when its holder died.
+-- One that merely waits in a deep queue is left there, and looked at less and less often.
+-- KEYS[1] run HASH
+-- KEYS[2] calls HASH
+-- KEYS[3] results HASH
+-- KEYS[4] due ZSET
+-- KEYS[5] steps_seen STRING
+-- KEYS[6] tools_seen STRING
+-- KEYS[7] steps_queue LIST
+-- KEYS[8] tools_queue LIST
+-- ARGV[1] id of the run
+-- ARGV[2] grace in ms
+-- ARGV[3] max_wait in ms between two looks
+-- Returns STALE | EXPIRED | STEP | CALLS | WAIT, with the step and the indexes of its calls
+local status, phase, step, count = unpack(
+  redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'calls'))
+if not status or status == 'finished' then
+  redis.call('ZREM', KEYS[4], ARGV[1])
+  return {'STALE'}
+end
+local deadline = numbers(KEYS[1], 'deadline')
+if now >= deadline then
+  return {'EXPIRED', step}
+end
+local grace, max_wait = tonumber(ARGV[2]), tonumber(ARGV[3])
+
+-- Returns whether to publish a hint (again), and when to look next.
+local function look(hash, field, seen, queue)
+  local lease, not_before, hinted, hints = numbers(
+    hash, field .. 'lease', field .. 'not_before', field .. 'hinted', field .. 'hints')
+  if now < lease then
+    return false, lease
+  end
+  if now < not_before then
+    return false, not_before
+  end
+  local age = now - hinted
+  local fresh = hinted > lease and hinted >= not_before
+  if fresh then
+    local patience = math.min(grace * 2 ^ (hints - 1), max_wait)
+    if age < patience then
+      return false, hinted + patience
+    end
+    local waiting = redis.call('LLEN', queue) > 0
+    local overtaken = hinted + 1000 < tonumber(redis.call('GET', seen) or 0)
+    if waiting and not overtaken then
+      return false, now + math.min(math.max(age, grace), max_wait)
+    end
+  end
+  redis.call('HSET', hash, field .. 'hinted', int(now))
+  redis.call('HINCRBY', hash, field .. 'hints', 1)
+  return true, now + math.min(grace * 2 ^ (fresh and hints or 0), max_wait)
+end
+
+local answer, again
+if phase == 'model' then
+  local lost
+  lost, again = look(KEYS[1], '', KEYS[5], KEYS[7])
+  answer = {lost and 'STEP' or 'WAIT', step}
+else
+  answer, again = {'WAIT', step}, now + max_wait
+  for i = 0, count - 1 do
+    local state = redis.call('HGET', KEYS[2], i .. '.state')
+    if state == 'queued' or state == 'running' then
+      local lost, look_at = look(KEYS[2], i .. '.', KEYS[6], KEYS[8])
+      again = math.min(again, look_at)
+      if lost then
+        answer[1] = 'CALLS'
+        answer[#answer + 1] = i
+      end
+    end
+  end
+end
+redis.call('ZADD', KEYS[4], int(math.min(again, deadline)), ARGV[1])
+return answer

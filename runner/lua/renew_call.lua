@@ -1,0 +1,29 @@
+-- renew_call: the heartbeat of a call's holder; tells it when to let go.
+-- KEYS[1] run HASH
+-- KEYS[2] calls HASH
+-- ARGV[1] step number
+-- ARGV[2] index of the call in its step
+-- ARGV[3] epoch of the holder
+-- ARGV[4] lease in ms
+-- Returns OK | FENCED | STALE | CANCELLED | EXPIRED
+local status, phase, step, stop, deadline = unpack(
+  redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'stop_reason', 'deadline'))
+if not status then
+  return {'STALE'}
+end
+if status == 'finished' then
+  return {stop == 'CANCELLED' and 'CANCELLED' or 'STALE'}
+end
+if step ~= ARGV[1] or phase ~= 'tools' then
+  return {'STALE'}
+end
+local field = ARGV[2] .. '.'
+local epoch, state = unpack(redis.call('HMGET', KEYS[2], field .. 'epoch', field .. 'state'))
+if epoch ~= ARGV[3] or state ~= 'running' then
+  return {'FENCED'}
+end
+if now >= tonumber(deadline) then
+  return {'EXPIRED'}
+end
+redis.call('HSET', KEYS[2], field .. 'lease', int(now + tonumber(ARGV[4])))
+return {'OK'}

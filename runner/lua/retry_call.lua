@@ -1,0 +1,41 @@
+-- retry_call: puts a call back that failed in a way that may pass, to be started again after a delay.
+-- KEYS[1] run HASH
+-- KEYS[2] calls HASH
+-- KEYS[3] events STREAM
+-- KEYS[4] trace LIST
+-- KEYS[5] due ZSET
+-- ARGV[1] id of the run
+-- ARGV[2] step number
+-- ARGV[3] index of the call in its step
+-- ARGV[4] epoch of the holder
+-- ARGV[5] delay in ms
+-- ARGV[6] max_events kept in the stream
+-- ARGV[7] trace entry as JSON
+-- ARGV[8] event data as JSON
+-- Returns OK | ALREADY | STALE | FENCED | CANCELLED
+local status, phase, step, stop = unpack(
+  redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'stop_reason'))
+if not status then
+  return {'STALE'}
+end
+if status == 'finished' then
+  return {stop == 'CANCELLED' and 'CANCELLED' or 'STALE'}
+end
+if step ~= ARGV[2] or phase ~= 'tools' then
+  return {'STALE'}
+end
+local field = ARGV[3] .. '.'
+local epoch, state = unpack(redis.call('HMGET', KEYS[2], field .. 'epoch', field .. 'state'))
+if epoch ~= ARGV[4] or state == 'done' then
+  return {'FENCED'}
+end
+if state == 'queued' then
+  return {'ALREADY'}
+end
+local not_before = int(now + tonumber(ARGV[5]))
+redis.call('HSET', KEYS[2], field .. 'state', 'queued', field .. 'lease', 0,
+  field .. 'not_before', not_before)
+redis.call('RPUSH', KEYS[4], ARGV[7])
+redis.call('ZADD', KEYS[5], 'LT', not_before, ARGV[1])
+add_event(KEYS[3], ARGV[6], 'call.waiting', step, step .. '.' .. ARGV[3], ARGV[8])
+return {'OK'}

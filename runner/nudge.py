@@ -1,0 +1,77 @@
+"""Tells the holders of an attempt at once that their run was ended from outside.
+
+Only a hurry-up: a nudge may be lost, and the next renewal says the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import redis
+
+from runner import keys
+from runner.store import RunStore
+
+logger = logging.getLogger(__name__)
+
+RECONNECT_AFTER = 1.0
+
+
+class Nudges:
+    """One listener for each process, started with the first attempt that it watches."""
+
+    def __init__(self, store: RunStore) -> None:
+        self._store = store
+        self._pid = 0
+        self._lock = threading.Lock()
+        self._watchers: dict[str, set[Callable[[], object]]] = defaultdict(set)
+
+    @contextlib.contextmanager
+    def watch(self, run_id: str, callback: Callable[[], object]) -> Iterator[None]:
+        """Call `callback` (from the listener's thread) when the run is ended from outside."""
+        self._start()
+        with self._lock:
+            self._watchers[run_id].add(callback)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._watchers[run_id].discard(callback)
+                if not self._watchers[run_id]:
+                    del self._watchers[run_id]
+
+    def _start(self) -> None:
+        if self._pid == os.getpid():
+            return
+        # After a fork the parent's listener isn't here, its watchers are the parent's attempts, and
+        # its lock may have been held.
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._watchers = defaultdict(set)
+        threading.Thread(target=self._listen, name="celeriac-nudges", daemon=True).start()
+
+    def _listen(self) -> None:
+        pause = threading.Event()
+        while True:
+            try:
+                channel = self._store.redis.pubsub(ignore_subscribe_messages=True)  # type: ignore[no-untyped-call]
+                with channel:
+                    channel.subscribe(keys.NUDGE)
+                    while True:
+                        message = channel.get_message(timeout=5.0)
+                        if message is not None:
+                            self._wake(message["data"])
+            except (redis.RedisError, OSError) as error:
+                logger.debug("nudges: %s; renewals go on without", type(error).__name__)
+                pause.wait(RECONNECT_AFTER)
+
+    def _wake(self, run_id: str) -> None:
+        with self._lock:
+            callbacks = tuple(self._watchers.get(run_id, ()))
+        for callback in callbacks:
+            callback()

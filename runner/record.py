@@ -1,0 +1,217 @@
+"""A run's record: how it is laid out in Redis, and how it is read back. No command is sent here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import JsonValue
+
+from runner.models import (
+    Event,
+    Frozen,
+    Limits,
+    Principal,
+    RunError,
+    RunStatus,
+    StopReason,
+    ToolResult,
+    Usage,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A run's record as it was at `now`. Times are ms by Redis' clock."""
+
+    run_id: str
+    status: RunStatus
+    phase: str
+    step: int
+    epoch: int
+    deaths: int
+    model_attempts: int
+    tool_calls: int
+    invalid_calls: int
+    created: int
+    deadline: int
+    ended: int | None
+    agent: str
+    limits: Limits | None
+    fingerprint: str
+    principal: Principal | None
+    metadata: dict[str, JsonValue]
+    usage: Usage
+    stop_reason: StopReason | None
+    answer: JsonValue
+    error: RunError | None
+    fatal: RunError | None
+    limit: str | None
+    schema: int
+    now: int
+
+    @property
+    def remaining(self) -> float:
+        """Seconds to the deadline."""
+        return (self.deadline - self.now) / 1000
+
+
+class RunInfo(Frozen):
+    """One look at a run. Times are seconds since the epoch, by Redis' clock."""
+
+    id: str
+    agent: str
+    status: RunStatus
+    stop_reason: StopReason | None
+    step: int
+    created: float
+    deadline: float
+    ended: float | None
+    usage: Usage
+    metadata: dict[str, JsonValue]
+
+    @classmethod
+    def of(cls, record: RunRecord) -> RunInfo:
+        return cls(
+            id=record.run_id,
+            agent=record.agent,
+            status=record.status,
+            stop_reason=record.stop_reason,
+            step=record.step,
+            created=record.created / 1000,
+            deadline=record.deadline / 1000,
+            ended=record.ended / 1000 if record.ended else None,
+            usage=record.usage,
+            metadata=record.metadata,
+        )
+
+
+def dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def ms(seconds: float) -> int:
+    return int(seconds * 1000)
+
+
+def call_summary(result: ToolResult) -> dict[str, Any]:
+    """What an event says of a result: sizes and outcome, no content."""
+    return {
+        "tool": result.name,
+        "ok": result.ok,
+        "error": result.error.type if result.error else None,
+        "duration_ms": result.duration_ms,
+        "chars": result.output_chars,
+        "attempt": result.attempt,
+    }
+
+
+def result_trace(step: int, result: ToolResult) -> dict[str, Any]:
+    return {"kind": "result", "step": step, "result": result.model_dump(mode="json")}
+
+
+def digest(text: str) -> str:
+    # A caller's key may be of any length and characters; ours isn't.
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def flat(fields: Mapping[str, str | int]) -> list[str | int]:
+    return [part for pair in fields.items() for part in pair]
+
+
+def pairs(flat: Sequence[str]) -> dict[str, str]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def limit_fields(limits: Limits) -> dict[str, str | int]:
+    return {
+        "limits": limits.model_dump_json(),
+        "max_steps": limits.max_steps,
+        "max_tokens": limits.max_tokens or 0,
+    }
+
+
+def usage_args(usage: Usage | None) -> list[int]:
+    usage = usage or Usage()
+    return [
+        usage.requests,
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.total_tokens,
+        0 if usage.known else 1,
+    ]
+
+
+def parse_record(run_id: str, fields: Mapping[str, str], now: int) -> RunRecord:
+    def number(name: str) -> int:
+        return int(fields.get(name) or 0)
+
+    def parsed(name: str) -> Any:
+        text = fields.get(name)
+        return json.loads(text) if text else None
+
+    def error(name: str) -> RunError | None:
+        text = fields.get(name)
+        return RunError.model_validate_json(text) if text else None
+
+    limits, principal, stop = (fields.get(n) for n in ("limits", "principal", "stop_reason"))
+    return RunRecord(
+        run_id=run_id,
+        status=RunStatus(fields["status"]),
+        phase=fields["phase"],
+        step=number("step"),
+        epoch=number("epoch"),
+        deaths=number("deaths"),
+        model_attempts=number("model_attempts"),
+        tool_calls=number("tool_calls"),
+        invalid_calls=number("invalid_calls"),
+        created=number("created"),
+        deadline=number("deadline"),
+        ended=number("ended") or None,
+        agent=fields.get("agent", ""),
+        limits=Limits.model_validate_json(limits) if limits else None,
+        fingerprint=fields.get("fingerprint", ""),
+        principal=Principal.model_validate_json(principal) if principal else None,
+        metadata=parsed("metadata") or {},
+        usage=Usage(
+            requests=number("requests"),
+            prompt_tokens=number("prompt_tokens"),
+            completion_tokens=number("completion_tokens"),
+            total_tokens=number("total_tokens"),
+            known=number("unknown_usage") == 0,
+        ),
+        stop_reason=StopReason(stop) if stop else None,
+        answer=parsed("answer"),
+        error=error("error"),
+        fatal=error("fatal"),
+        limit=fields.get("limit") or None,
+        schema=number("schema"),
+        now=now,
+    )
+
+
+def parse_entries(stream: Any) -> list[tuple[str, dict[str, str]]]:
+    # RESP3 nests one stream's entries in a list of their own, RESP2 doesn't.
+    if (
+        stream
+        and isinstance(stream[0], list)
+        and stream[0]
+        and isinstance(stream[0][0], list | tuple)
+    ):
+        return [entry for part in stream for entry in part]
+    return list(stream)
+
+
+def parse_event(run_id: str, entry_id: str, fields: Mapping[str, str]) -> Event:
+    return Event(
+        id=entry_id,
+        at=int(fields["at"]) / 1000,
+        type=fields["type"],
+        run=run_id,
+        step=int(fields["step"]) if fields["step"] else None,
+        call=fields["call"] or None,
+        data=json.loads(fields["data"]),
+    )

@@ -1,0 +1,94 @@
+"""What an operator may set: read from `CELERIAC_*` once, checked before anything is used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from runner.errors import SettingsError
+
+STEPS_QUEUE = "celeriac.steps"
+TOOLS_QUEUE = "celeriac.tools"
+
+REDIS_SCHEMES = ("redis", "rediss", "unix")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """All settings with their defaults. Durations are in seconds, sizes in characters.
+
+    `redis_url` holds the runs' state; `broker_url` (the same Redis unless said otherwise) carries
+    the hints. `lease` is how long a silent attempt is presumed alive, `renew_every` its heartbeat.
+    `hint_grace` is how long a published hint may take before recovery asks where it is.
+    """
+
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    broker_url: str = ""
+    agents: tuple[str, ...] = ()
+    model: str = "gpt-4o-mini"
+    model_timeout: float = 120.0
+    lease: float = 15.0
+    renew_every: float = 5.0
+    hint_grace: float = 2.0
+    recover_every: float = 0.5
+    retention: float = 7 * 24 * 3600.0
+    max_events: int = 10_000
+    max_goal_chars: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        for name in ("redis_url", "broker_url"):
+            url = getattr(self, name)
+            if url and urlsplit(url).scheme not in REDIS_SCHEMES:
+                raise SettingsError(
+                    f"{_variable(name)} must be a redis://, rediss:// or unix:// URL; "
+                    "for a local server: redis://127.0.0.1:6379/0"
+                )
+        positive = ("model_timeout", "lease", "renew_every", "hint_grace", "recover_every")
+        for name in (*positive, "retention", "max_events", "max_goal_chars"):
+            if not getattr(self, name) > 0:
+                raise SettingsError(f"{_variable(name)} must be greater than 0")
+        if self.renew_every >= self.lease:
+            raise SettingsError(
+                "CELERIAC_RENEW_EVERY must be smaller than CELERIAC_LEASE, or every attempt would "
+                "lose its lease; a third of it is usual"
+            )
+
+    @property
+    def queue_url(self) -> str:
+        """Where Celery's queues are."""
+        return self.broker_url or self.redis_url
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """Read every setting from its variable; raises `SettingsError` naming the variable."""
+        environ = os.environ if environ is None else environ
+        given: dict[str, object] = {}
+        for name, default in _defaults().items():
+            text = environ.get(_variable(name), "").strip()
+            if text:
+                given[name] = _parse(name, text, default)
+        return cls(**given)  # type: ignore[arg-type]
+
+
+def _defaults() -> dict[str, object]:
+    return {name: field.default for name, field in Settings.__dataclass_fields__.items()}
+
+
+def _variable(name: str) -> str:
+    return f"CELERIAC_{name.upper()}"
+
+
+def _parse(name: str, text: str, default: object) -> object:
+    try:
+        match default:
+            case tuple():
+                return tuple(part.strip() for part in text.split(",") if part.strip())
+            case int():
+                return int(text)
+            case float():
+                return float(text)
+    except ValueError:
+        raise SettingsError(f"{_variable(name)} must be a number") from None
+    return text

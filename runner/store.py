@@ -1,0 +1,639 @@
+"""The run's record in Redis. It changes only through the Lua transitions, one method for each.
+
+Hints on the queue may be lost or doubled; what these methods answer is the truth. Every method is
+safe to call twice, since the client sends a script again when a reply is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import redis
+from pydantic import JsonValue, TypeAdapter
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.retry import Retry as RedisRetry
+
+from runner import keys
+from runner.errors import RedisUnavailable, RunNotFound
+from runner.models import (
+    SCHEMA_VERSION,
+    Event,
+    Evidence,
+    FinalResult,
+    Limits,
+    Principal,
+    RunError,
+    StopReason,
+    ToolDecision,
+    ToolResult,
+    Usage,
+)
+from runner.record import (
+    RunRecord,
+    call_summary,
+    digest,
+    dump,
+    flat,
+    limit_fields,
+    ms,
+    pairs,
+    parse_entries,
+    parse_event,
+    parse_record,
+    result_trace,
+    usage_args,
+)
+from runner.scripts import load_script, script_names
+from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
+
+MAX_DEATHS = 3
+"""Attempts of one step that may die before the run is given up as poisoned."""
+
+CLAIM = 5.0
+"""Seconds for which a worker that recovers a run keeps others from doing the same."""
+
+MAX_LOOK_WAIT = 60.0
+"""Seconds at most between two looks at a run that isn't finished."""
+
+EVIDENCE = TypeAdapter(tuple[Evidence, ...])
+
+
+class Outcome(StrEnum):
+    """Every word that a transition can answer."""
+
+    ALREADY = "ALREADY"
+    BUSY = "BUSY"
+    CALLS = "CALLS"
+    CANCELLED = "CANCELLED"
+    CAPPED = "CAPPED"
+    CREATED = "CREATED"
+    DUPLICATE = "DUPLICATE"
+    EXHAUSTED = "EXHAUSTED"
+    EXISTS = "EXISTS"
+    EXPIRED = "EXPIRED"
+    FAILED = "FAILED"
+    FENCED = "FENCED"
+    LAST = "LAST"
+    LOST = "LOST"
+    OK = "OK"
+    POISONED = "POISONED"
+    STALE = "STALE"
+    STEP = "STEP"
+    WAIT = "WAIT"
+
+
+@dataclass(frozen=True, slots=True)
+class BegunStep:
+    """An attempt of a step (`OK`), or the record of a run that has to stop and why."""
+
+    outcome: Outcome
+    record: RunRecord
+
+
+@dataclass(frozen=True, slots=True)
+class BegunCall:
+    """An attempt of a call (`OK`), or one that may not be made and why. `attempt` counts starts."""
+
+    outcome: Outcome
+    record: RunRecord
+    decision: ToolDecision
+    index: int
+    attempt: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCall:
+    """A call as `commit_step` stores it: `result` is there only where the runtime refused it."""
+
+    provider_id: str
+    decision: ToolDecision
+    starts: int
+    result: ToolResult | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What `recover_run` found: the hints to publish again, or a run past its deadline."""
+
+    outcome: Outcome
+    step: int = 0
+    calls: tuple[int, ...] = ()
+
+
+def connect(url: str) -> redis.Redis:
+    """A client with bounded waits: a dead server is an error within seconds, never a hang."""
+    return redis.Redis.from_url(
+        url,
+        decode_responses=True,
+        socket_timeout=5,
+        socket_connect_timeout=3,
+        socket_keepalive=True,
+        health_check_interval=15,
+        retry=RedisRetry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), 3),
+    )
+
+
+class RunStore:
+    """Reads and moves runs. One client for each process id, made on first use, never forked.
+
+    `client` hands in one made elsewhere (tests on fakeredis).
+    """
+
+    def __init__(self, settings: Settings, client: redis.Redis | None = None) -> None:
+        self.settings = settings
+        self._given = client
+        self._clients: dict[int, redis.Redis] = {}
+        self._scripts: dict[int, dict[str, Any]] = {}
+
+    @property
+    def redis(self) -> redis.Redis:
+        if self._given is not None:
+            return self._given
+        pid = os.getpid()
+        client = self._clients.get(pid)
+        if client is None:
+            client = self._clients[pid] = connect(self.settings.redis_url)
+        return client
+
+    def close(self) -> None:
+        client = self._clients.pop(os.getpid(), None)
+        if client is not None:
+            client.close()
+
+    def check(self) -> None:
+        """Raise `RedisUnavailable` unless a Redis server answers at the configured address."""
+        with reporting_redis_errors():
+            self.redis.ping()
+
+    # --- the run as a whole -----------------------------------------------------------------------
+
+    def create_run(
+        self,
+        *,
+        run_id: str,
+        agent: str,
+        messages: Sequence[dict[str, Any]],
+        limits: Limits | None = None,
+        principal: Principal | None = None,
+        metadata: Mapping[str, JsonValue] | None = None,
+        idempotency_key: str | None = None,
+    ) -> tuple[Outcome, str]:
+        """Write the record of a run. `limits` None: the first worker adopts the agent's own."""
+        tenant = principal.tenant if principal else ""
+        record: dict[str, str | int] = {
+            "schema": SCHEMA_VERSION,
+            "agent": agent,
+            "tenant": tenant,
+            "principal": principal.model_dump_json() if principal else "",
+            "metadata": dump(dict(metadata or {})),
+        }
+        if limits:
+            record |= limit_fields(limits)
+        timeout = ms((limits or Limits()).timeout)
+        ttl = timeout + 2 * ms(self.settings.retention) if idempotency_key else 0
+        outcome, known_id = self._run(
+            "create_run",
+            [
+                keys.run(run_id),
+                keys.messages(run_id),
+                keys.events(run_id),
+                keys.DUE,
+                keys.RUNS,
+                keys.idempotency(tenant, digest(idempotency_key or "")),
+            ],
+            [
+                run_id,
+                ttl,
+                timeout,
+                ms(self.settings.hint_grace),
+                self.settings.max_events,
+                dump({"agent": agent}),
+                len(messages),
+                *map(dump, messages),
+                *flat(record),
+            ],
+        )
+        return outcome, known_id
+
+    def end_run(
+        self,
+        run_id: str,
+        stop_reason: StopReason,
+        *,
+        epoch: int | None = None,
+        answer: JsonValue = None,
+        error: RunError | None = None,
+        limit: str | None = None,
+        message: dict[str, Any] | None = None,
+        closer: str,
+        usage: Usage | None = None,
+        steps: int = 0,
+        trace: dict[str, Any] | None = None,
+    ) -> tuple[Outcome, StopReason | None]:
+        """End a run once. Without an `epoch` it ends whoever holds it (a cancel, a limit)."""
+        data = {"stop_reason": stop_reason, "ok": stop_reason is StopReason.COMPLETED}
+        reply = self._run(
+            "end_run",
+            [
+                keys.run(run_id),
+                keys.messages(run_id),
+                keys.calls(run_id),
+                keys.results(run_id),
+                keys.evidence(run_id),
+                keys.events(run_id),
+                keys.trace(run_id),
+                keys.DUE,
+                keys.RUNS,
+            ],
+            [
+                run_id,
+                "" if epoch is None else epoch,
+                stop_reason,
+                "" if answer is None else dump(answer),
+                error.model_dump_json() if error else "",
+                limit or "",
+                dump(message) if message else "",
+                dump(closer),
+                ms(self.settings.retention),
+                self.settings.max_events,
+                *usage_args(usage),
+                steps,
+                dump(trace) if trace else "",
+                dump(data if limit is None else data | {"limit": limit}),
+                keys.NUDGE,
+            ],
+        )
+        return reply[0], StopReason(reply[1]) if len(reply) > 1 else None
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def adopt_limits(self, run_id: str, limits: Limits) -> RunRecord | None:
+        """Give a run its agent's limits where it has none yet; None where there is no such run."""
+        reply = self._run(
+            "adopt_limits",
+            [keys.run(run_id)],
+            [ms(limits.timeout), *flat(limit_fields(limits))],
+        )
+        return None if len(reply) == 1 else parse_record(run_id, pairs(reply[2]), int(reply[1]))
+
+    def begin_step(self, run_id: str, step: int) -> BegunStep | Outcome:
+        """Take a step's next attempt; a bare word where there is nothing to do."""
+        reply = self._run(
+            "begin_step",
+            [keys.run(run_id), keys.events(run_id), keys.seen(STEPS_QUEUE)],
+            [
+                step,
+                ms(self.settings.lease),
+                MAX_DEATHS,
+                self.settings.max_events,
+                uuid.uuid4().hex,
+            ],
+        )
+        if len(reply) == 1:
+            return Outcome(reply[0])
+        return BegunStep(reply[0], parse_record(run_id, pairs(reply[2]), int(reply[1])))
+
+    def renew_step(self, run_id: str, epoch: int) -> Outcome:
+        """The heartbeat of a step's holder."""
+        return self._word("renew_step", [keys.run(run_id)], [epoch, ms(self.settings.lease)])
+
+    def commit_step(
+        self,
+        record: RunRecord,
+        *,
+        messages: Sequence[dict[str, Any]],
+        calls: Sequence[OpenCall],
+        parallel: int,
+        invalid: int,
+        usage: Usage,
+        trace: dict[str, Any],
+        event: dict[str, Any],
+        fingerprint: str,
+    ) -> tuple[Outcome, tuple[int, ...]]:
+        """Append a step's turn and open its calls; answers the indexes whose hints go out."""
+        run_id = record.run_id
+        args: list[Any] = []
+        for call in calls:
+            result = call.result
+            summary = call_summary(result) if result else {"tool": call.decision.name}
+            args += [
+                dump(call.provider_id),
+                call.decision.model_dump_json(),
+                dump(summary),
+                call.starts,
+                result.model_dump_json() if result else "",
+                dump(result.content) if result else "",
+                dump(result_trace(record.step, result)) if result else "",
+            ]
+        reply = self._run(
+            "commit_step",
+            [
+                keys.run(run_id),
+                keys.messages(run_id),
+                keys.calls(run_id),
+                keys.results(run_id),
+                keys.events(run_id),
+                keys.trace(run_id),
+                keys.DUE,
+            ],
+            [
+                run_id,
+                record.step,
+                record.epoch,
+                ms(self.settings.hint_grace),
+                self.settings.max_events,
+                parallel,
+                invalid,
+                *usage_args(usage),
+                dump(trace),
+                dump(event),
+                fingerprint,
+                len(messages),
+                *map(dump, messages),
+                *args,
+            ],
+        )
+        return reply[0], tuple(map(int, reply[1:]))
+
+    def park_step(
+        self,
+        record: RunRecord,
+        *,
+        delay: float,
+        usage: Usage,
+        trace: dict[str, Any],
+        event: dict[str, Any],
+    ) -> Outcome:
+        """Let go of a step for `delay` seconds; recovery brings it back."""
+        run_id = record.run_id
+        return self._word(
+            "park_step",
+            [keys.run(run_id), keys.events(run_id), keys.trace(run_id), keys.DUE],
+            [
+                run_id,
+                record.step,
+                record.epoch,
+                ms(delay),
+                self.settings.max_events,
+                *usage_args(usage),
+                dump(trace),
+                dump(event),
+            ],
+        )
+
+    # --- a call -----------------------------------------------------------------------------------
+
+    def begin_call(self, run_id: str, step: int, index: int) -> BegunCall | Outcome:
+        """Take a call's next attempt; a bare word where there is nothing to do."""
+        reply = self._run(
+            "begin_call",
+            [
+                keys.run(run_id),
+                keys.calls(run_id),
+                keys.results(run_id),
+                keys.events(run_id),
+                keys.seen(TOOLS_QUEUE),
+            ],
+            [step, index, ms(self.settings.lease), self.settings.max_events, uuid.uuid4().hex],
+        )
+        if len(reply) == 1:
+            return Outcome(reply[0])
+        outcome, now, decision, started, epoch, fields = reply
+        return BegunCall(
+            outcome,
+            record=parse_record(run_id, pairs(fields), int(now)),
+            decision=ToolDecision.model_validate_json(decision),
+            index=index,
+            attempt=int(started),
+            epoch=int(epoch),
+        )
+
+    def renew_call(self, call: BegunCall) -> Outcome:
+        """The heartbeat of a call's holder."""
+        run_id = call.record.run_id
+        return self._word(
+            "renew_call",
+            [keys.run(run_id), keys.calls(run_id)],
+            [call.record.step, call.index, call.epoch, ms(self.settings.lease)],
+        )
+
+    def retry_call(self, call: BegunCall, *, delay: float, result: ToolResult) -> Outcome:
+        """Put a call back after a failure that may pass; `result` is kept in the trace alone."""
+        run_id, step = call.record.run_id, call.record.step
+        return self._word(
+            "retry_call",
+            [
+                keys.run(run_id),
+                keys.calls(run_id),
+                keys.events(run_id),
+                keys.trace(run_id),
+                keys.DUE,
+            ],
+            [
+                run_id,
+                step,
+                call.index,
+                call.epoch,
+                ms(delay),
+                self.settings.max_events,
+                dump(result_trace(step, result) | {"kind": "retried_result"}),
+                dump(call_summary(result) | {"delay": delay}),
+            ],
+        )
+
+    def record_result(
+        self, run_id: str, step: int, index: int, result: ToolResult, *, fatal: RunError | None
+    ) -> tuple[Outcome, int | None]:
+        """Record a call's result; answers the index of a held call whose turn has come."""
+        reply = self._run(
+            "record_result",
+            [
+                keys.run(run_id),
+                keys.messages(run_id),
+                keys.calls(run_id),
+                keys.results(run_id),
+                keys.evidence(run_id),
+                keys.events(run_id),
+                keys.trace(run_id),
+                keys.DUE,
+            ],
+            [
+                run_id,
+                step,
+                index,
+                ms(self.settings.hint_grace),
+                self.settings.max_events,
+                result.model_dump_json(),
+                dump(result.content),
+                EVIDENCE.dump_json(result.evidence).decode() if result.evidence else "",
+                fatal.model_dump_json() if fatal else "",
+                dump(result_trace(step, result)),
+                dump(call_summary(result)),
+            ],
+        )
+        return reply[0], int(reply[1]) if len(reply) > 1 else None
+
+    def add_event(
+        self, run_id: str, type: str, *, step: int | None, call: str | None, data: dict[str, Any]
+    ) -> Outcome:
+        """Tell followers something that changes no state."""
+        return self._word(
+            "add_event",
+            [keys.run(run_id), keys.events(run_id)],
+            [
+                type,
+                "" if step is None else step,
+                call or "",
+                dump(data),
+                self.settings.max_events,
+            ],
+        )
+
+    # --- recovery ---------------------------------------------------------------------------------
+
+    def claim_due(self, limit: int = 100) -> list[str]:
+        """The ids of runs that somebody must look at now, claimed for a few seconds."""
+        _, ids = self._run("claim_due", [keys.DUE], [ms(CLAIM), limit])
+        return list(ids)
+
+    def recover_run(self, run_id: str) -> Lost:
+        """Find a due run's lost hints, and set when it is due again."""
+        reply = self._run(
+            "recover_run",
+            [
+                keys.run(run_id),
+                keys.calls(run_id),
+                keys.results(run_id),
+                keys.DUE,
+                keys.seen(STEPS_QUEUE),
+                keys.seen(TOOLS_QUEUE),
+                STEPS_QUEUE,
+                TOOLS_QUEUE,
+            ],
+            [run_id, ms(self.settings.hint_grace), ms(MAX_LOOK_WAIT)],
+        )
+        if len(reply) == 1:
+            return Lost(reply[0])
+        return Lost(reply[0], int(reply[1]), tuple(map(int, reply[2:])))
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def read_run(self, run_id: str) -> RunRecord:
+        """The record, or `RunNotFound`."""
+        fields: dict[str, str] = self._ask("hgetall", keys.run(run_id))
+        if not fields:
+            raise RunNotFound(
+                f"no run {run_id}: it was never submitted here, or its retention is over"
+            )
+        return parse_record(run_id, fields, int(time.time() * 1000))
+
+    def read_messages(self, run_id: str) -> list[dict[str, Any]]:
+        """The history: chat-completions messages, the goal first."""
+        return [json.loads(text) for text in self._ask("lrange", keys.messages(run_id), 0, -1)]
+
+    def read_trace(self, run_id: str) -> list[dict[str, Any]]:
+        return [json.loads(text) for text in self._ask("lrange", keys.trace(run_id), 0, -1)]
+
+    def read_result(self, run_id: str) -> FinalResult | None:
+        """The outcome of a finished run; None while it runs."""
+        record = self.read_run(run_id)
+        if record.stop_reason is None:
+            return None
+        lists = self._ask("lrange", keys.evidence(run_id), 0, -1)
+        evidence = [found for text in lists for found in EVIDENCE.validate_json(text)]
+        return FinalResult(
+            run_id=run_id,
+            ok=record.stop_reason is StopReason.COMPLETED,
+            stop_reason=record.stop_reason,
+            answer=record.answer,
+            evidence=tuple(evidence),
+            usage=record.usage,
+            error=record.error,
+            limit=record.limit,
+            steps=record.step,
+        )
+
+    def read_events(self, run_id: str, after: str, *, block: float | None = None) -> list[Event]:
+        """Events past the id `after` ("0" for all), waiting up to `block` seconds for the first."""
+        wait = None if block is None else max(1, ms(block))
+        found = self._ask("xread", {keys.events(run_id): after}, count=500, block=wait)
+        if not found:
+            return []
+        streams = found.values() if isinstance(found, dict) else [pair[1] for pair in found]
+        entries = [entry for stream in streams for entry in parse_entries(stream)]
+        return [parse_event(run_id, entry_id, fields) for entry_id, fields in entries]
+
+    def first_event(self, run_id: str) -> Event | None:
+        """The oldest event kept, for readers that ask for more than the cap left."""
+        entries = self._ask("xrange", keys.events(run_id), count=1)
+        return parse_event(run_id, *entries[0]) if entries else None
+
+    def list_runs(self, limit: int) -> Iterator[RunRecord]:
+        """Runs, unfinished ones first, then the last finished; at most `limit` are looked at."""
+        for run_id in self._ask("zrevrange", keys.RUNS, 0, limit - 1):
+            with contextlib.suppress(RunNotFound):
+                yield self.read_run(run_id)
+
+    def publish_agents(self, limits: Mapping[str, Limits]) -> None:
+        """Tell clients that have no agents of their own which there are."""
+        if limits:
+            catalog = {name: value.model_dump_json() for name, value in limits.items()}
+            self._ask("hset", keys.AGENTS, mapping=catalog)
+
+    def read_agents(self) -> dict[str, Limits]:
+        catalog: dict[str, str] = self._ask("hgetall", keys.AGENTS)
+        return {name: Limits.model_validate_json(text) for name, text in catalog.items()}
+
+    # --- how a script is sent ---------------------------------------------------------------------
+
+    def _run(self, name: str, key_names: Sequence[str], args: Sequence[Any]) -> list[Any]:
+        client = self.redis
+        scripts = self._scripts.get(id(client))
+        if scripts is None:
+            scripts = self._scripts[id(client)] = {
+                each: client.register_script(load_script(each).text) for each in script_names()
+            }
+        with reporting_redis_errors():
+            reply: list[Any] = scripts[name](keys=key_names, args=args)
+        reply[0] = Outcome(reply[0])
+        return reply
+
+    def _word(self, name: str, key_names: Sequence[str], args: Sequence[Any]) -> Outcome:
+        outcome: Outcome = self._run(name, key_names, args)[0]
+        return outcome
+
+    def _ask(self, command: str, *args: Any, **options: Any) -> Any:
+        with reporting_redis_errors():
+            return getattr(self.redis, command)(*args, **options)
+
+
+@contextlib.contextmanager
+def reporting_redis_errors() -> Iterator[None]:
+    """Turn what redis-py raises into one clear sentence, without the URL and its password."""
+    try:
+        yield
+    except redis.AuthenticationError as error:
+        raise RedisUnavailable(
+            "Redis refused the credentials; check user and password in CELERIAC_REDIS_URL"
+        ) from error
+    except (redis.InvalidResponse, UnicodeDecodeError) as error:
+        raise RedisUnavailable(
+            "what answers at CELERIAC_REDIS_URL isn't Redis; check host and port"
+        ) from error
+    except (redis.ConnectionError, redis.TimeoutError) as error:
+        raise RedisUnavailable(
+            "Redis doesn't answer at CELERIAC_REDIS_URL; start it, or check host and port"
+        ) from error
+    except redis.OutOfMemoryError as error:
+        raise RedisUnavailable(
+            "Redis is out of memory and refuses writes; raise maxmemory or delete old runs"
+        ) from error

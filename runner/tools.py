@@ -1,0 +1,539 @@
+"""Functions as tools of a model: their definition, one call of one, and its result.
+
+The rule: a call always ends in a `ToolResult`. Only `ToolInterrupted` passes through, and no
+message holds an argument, a return value or the text of an exception that wasn't meant for the
+model.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import re
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from copy import deepcopy
+from dataclasses import dataclass, field
+from datetime import datetime
+from types import FrameType, UnionType
+from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin, overload
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from runner.errors import ToolDefinitionError, ToolError
+from runner.interrupt import Body, ToolInterrupted
+from runner.models import Evidence, Frozen, Principal, ToolErrorInfo, ToolErrorType, ToolResult
+from runner.render import clean, cut, render, render_error, to_json
+from runner.schema import (
+    Arguments,
+    build_arguments,
+    list_faults,
+    make_adapter,
+    resolve_annotations,
+    split_docstring,
+)
+
+MAX_TOOLS = 128
+MAX_ERROR_CHARS = 4_096
+MIN_OUTPUT_CHARS = 256
+NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+running_call: ContextVar[str | None] = ContextVar("running_call", default=None)
+"""The call id while a tool body runs here: a tool doesn't call a model (rule 11 of the loop)."""
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def _is_never_cancelled() -> bool:
+    return False
+
+
+def _drop_report(done: float, total: float | None, note: str) -> None:
+    """Nobody listens: a tool that is called outside of a run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What a tool may know of its run; injected by annotation, never shown to the model.
+
+    `call_id` is `<step>.<index>` and `trace_id` is `<run>.<step>.<index>`; `idempotency_key` is the
+    same on every attempt of the call; `deadline` is the run's, in UTC. Each has a default, so that
+    a unit test may write `Context()`.
+    """
+
+    run_id: str = ""
+    call_id: str = "0.0"
+    trace_id: str = ""
+    attempt: int = 1
+    idempotency_key: str = ""
+    principal: Principal | None = None
+    deadline: datetime | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    is_cancelled: Callable[[], bool] = field(default=_is_never_cancelled, repr=False, compare=False)
+    report: Callable[[float, float | None, str], None] = field(
+        default=_drop_report, repr=False, compare=False
+    )
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether a user asked the run to stop: a long tool looks now and then, and returns."""
+        return self.is_cancelled()
+
+    def progress(self, done: float, total: float | None = None, note: str = "") -> None:
+        """Tell who follows the run how far this call is."""
+        self.report(done, total, note)
+
+
+@dataclass(frozen=True)
+class Result(Generic[T]):
+    """A return value together with what it rests on. The model reads `value` alone."""
+
+    value: T
+    evidence: Sequence[Evidence] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Executed:
+    """How a call went. `fatal`: the tool asked for the run to end."""
+
+    result: ToolResult
+    fatal: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tool:
+    """A function that a model may call. Made by `@tool`; still called like the function itself.
+
+    `timeout` is in seconds, for one attempt. `attempts` is how often the body may be started, which
+    counts only where the tool is `idempotent`: any other is started once. `parameters` is the JSON
+    Schema of the arguments; `injected` are the parameters that receive the `Context`.
+    """
+
+    name: str
+    description: str
+    function: Callable[..., Any]
+    arguments: Arguments
+    returns: TypeAdapter[Any]
+    injected: tuple[str, ...] = ()
+    timeout: float
+    idempotent: bool
+    attempts: int
+    strict: bool
+    max_output_chars: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return deepcopy(self.arguments.schema)
+
+    def definition(self) -> dict[str, Any]:
+        """The tool as the `tools` of a chat-completions request list it."""
+        function: dict[str, Any] = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+        }
+        if self.strict:  # some servers refuse the key, so it is there only where it says something
+            function["strict"] = True
+        return {"type": "function", "function": function}
+
+    def parse(self, arguments: str) -> dict[str, Any] | ToolErrorInfo:
+        """Argument text as keyword arguments, or the `INVALID_ARGUMENT` that the model reads."""
+        return self.arguments.parse(arguments)
+
+
+class Toolbox:
+    """The tools of an agent, by name and in the order given. Immutable.
+
+    Raises `ToolDefinitionError`: `duplicate_tool`, `too_many_tools`, or an entry isn't a `Tool`.
+    """
+
+    def __init__(self, tools: Iterable[Tool] = ()) -> None:
+        self._tools: dict[str, Tool] = {}
+        for entry in tools:
+            if not isinstance(entry, Tool):
+                name = getattr(entry, "__name__", type(entry).__name__)
+                raise ToolDefinitionError(f"{name} isn't a tool: decorate it with @tool")
+            if entry.name in self._tools:
+                raise ToolDefinitionError(
+                    f"two tools are called {entry.name}: give one another name with @tool(name=)",
+                    code="duplicate_tool",
+                )
+            self._tools[entry.name] = entry
+        if len(self._tools) > MAX_TOOLS:
+            raise ToolDefinitionError(
+                f"{len(self._tools)} tools are more than the {MAX_TOOLS} that a request may list:"
+                " split them over several agents",
+                code="too_many_tools",
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._tools)
+
+    def get(self, name: str) -> Tool | None:
+        return self._tools.get(name)
+
+    def definitions(self) -> tuple[dict[str, Any], ...]:
+        return tuple(each.definition() for each in self)
+
+    def __iter__(self) -> Iterator[Tool]:
+        return iter(self._tools.values())
+
+    def __len__(self) -> int:
+        return len(self._tools)
+
+
+class Options(Frozen):
+    """What `@tool` takes besides a name, checked."""
+
+    model_config = ConfigDict(strict=True)
+
+    timeout: float = Field(gt=0, allow_inf_nan=False)
+    idempotent: bool
+    attempts: int = Field(ge=1)
+    strict: bool
+    max_output_chars: int = Field(ge=MIN_OUTPUT_CHARS)
+
+
+# --- definition --------------------------------------------------------------------------------
+
+
+@overload
+def tool(function: Callable[..., Any], /) -> Tool: ...
+@overload
+def tool(
+    *,
+    name: str | None = None,
+    timeout: float = 60.0,
+    idempotent: bool = False,
+    attempts: int = 3,
+    strict: bool = False,
+    max_output_chars: int = 65_536,
+) -> Callable[[Callable[..., Any]], Tool]: ...
+def tool(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    name: str | None = None,
+    timeout: float = 60.0,
+    idempotent: bool = False,
+    attempts: int = 3,
+    strict: bool = False,
+    max_output_chars: int = 65_536,
+) -> Tool | Callable[[Callable[..., Any]], Tool]:
+    """Make a function a tool: `@tool`, or `@tool(timeout=5, idempotent=True)`.
+
+    The docstring is what the model reads of it; parameters and the return value need annotations.
+    Raises `ToolDefinitionError` where a model couldn't be told how to call it.
+    """
+
+    make = functools.partial(
+        _make_tool,
+        caller=sys._getframe(1),
+        name=name,
+        options={
+            "timeout": timeout,
+            "idempotent": idempotent,
+            "attempts": attempts,
+            "strict": strict,
+            "max_output_chars": max_output_chars,
+        },
+    )
+    return make if function is None else make(function)
+
+
+def _make_tool(
+    function: Callable[..., Any], *, caller: FrameType, name: str | None, options: dict[str, Any]
+) -> Tool:
+    _check_function(function)
+    called = function.__name__
+    if name is None:
+        name = called
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ToolDefinitionError(
+            f"tool {called}: the name {name!r} can't be used; give it one of letters, digits, _"
+            " and -, at most 64 characters, with @tool(name=)",
+            code="invalid_tool_name",
+        )
+    try:
+        checked = Options.model_validate(options)
+    except ValidationError as error:
+        faults = "; ".join(f"{path}: {reason}" for path, reason in list_faults(error).items())
+        raise ToolDefinitionError(f"tool {name}: {faults}", code="invalid_option") from None
+    description, about = split_docstring(inspect.getdoc(function) or "")
+    if not description:
+        raise ToolDefinitionError(
+            f"tool {name}: write a docstring, it is all that the model knows of what it does",
+            code="missing_docstring",
+        )
+    parameters = _check_parameters(function, name)
+    annotations = resolve_annotations(function, name, caller)
+    injected = tuple(each for each in parameters if _is_context(annotations[each]))
+    return Tool(
+        name=name,
+        description=description,
+        function=function,
+        arguments=build_arguments(
+            {key: each for key, each in parameters.items() if key not in injected},
+            annotations,
+            name=name,
+            strict=checked.strict,
+            about=about,
+        ),
+        returns=make_adapter(_unwrap_return(annotations["return"]), name, "its return value"),
+        injected=injected,
+        **dict(checked),
+    )
+
+
+def _check_function(function: object) -> None:
+    label = getattr(function, "__qualname__", type(function).__name__)
+    reason: str | None = None
+    if isinstance(function, str):
+        raise ToolDefinitionError(
+            "a tool's name is an option: write @tool(name=...)", code="invalid_option"
+        )
+    if isinstance(function, Tool):
+        reason = f"{function.name} is a tool already: put @tool once, above other decorators"
+    elif isinstance(function, functools.partial):
+        reason = "a functools.partial has no docstring and name of its own: wrap it in a def"
+    elif isinstance(function, (staticmethod, classmethod)):
+        reason = f"{function.__func__.__qualname__} is a method: move it to the top of a module"
+    elif not inspect.isfunction(function) and not inspect.ismethod(function):
+        reason = f"{label} isn't a function: a tool is a def or an async def"
+    elif function.__name__ == "<lambda>":
+        reason = "a lambda has no name, docstring or annotations: write a def"
+    elif inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        reason = f"{label} is a generator, and a call has one result: return a list"
+    if reason is not None:
+        raise ToolDefinitionError(f"tool: {reason}", code="unsupported_signature")
+
+
+def _check_parameters(function: Callable[..., Any], label: str) -> Mapping[str, inspect.Parameter]:
+    signature = inspect.signature(function)
+    for index, parameter in enumerate(signature.parameters.values()):
+        shown = f"tool {label}: parameter {parameter.name}"
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ToolDefinitionError(
+                f"{shown} is open-ended: name each parameter, or take one list or one model",
+                code="unsupported_signature",
+            )
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ToolDefinitionError(
+                f"{shown} is positional-only, and a model names its arguments: leave out the /",
+                code="unsupported_signature",
+            )
+        if isinstance(parameter.default, FieldInfo):
+            raise ToolDefinitionError(
+                f"{shown} has a Field as its default: write Annotated[type, Field(...)] = default",
+                code="unsupported_signature",
+            )
+        if parameter.annotation is parameter.empty:
+            if index == 0 and parameter.name in ("self", "cls"):
+                raise ToolDefinitionError(
+                    f"tool {label}: it is a method: move it to the top of a module,"
+                    " or make a tool of the bound method",
+                    code="unsupported_signature",
+                )
+            raise ToolDefinitionError(f"{shown} needs an annotation", code="missing_annotation")
+    if signature.return_annotation is signature.empty:
+        raise ToolDefinitionError(
+            f"tool {label}: annotate what it returns (-> None where nothing)",
+            code="missing_annotation",
+        )
+    return signature.parameters
+
+
+def _is_context(annotation: Any) -> bool:
+    if get_origin(annotation) in (Annotated, Union, UnionType):
+        return any(_is_context(part) for part in get_args(annotation))
+    return annotation is Context
+
+
+def _unwrap_return(annotation: Any) -> Any:
+    """The type of the value itself: of `Result[T]`, or of what an awaitable gives, it is `T`."""
+    origin = get_origin(annotation)
+    if annotation is Result:
+        return Any
+    if origin in (Result, Awaitable, Coroutine):
+        return _unwrap_return(get_args(annotation)[-1])
+    if origin in (Union, UnionType):
+        parts = [_unwrap_return(part) for part in get_args(annotation)]
+        changed = any(new is not old for new, old in zip(parts, get_args(annotation), strict=True))
+        return Union[tuple(parts)] if changed else annotation  # noqa: UP007
+    return annotation
+
+
+# --- execution ---------------------------------------------------------------------------------
+
+
+def execute(
+    tool: Tool,
+    context: Context,
+    arguments: str,
+    body: Body | None = None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> Executed:
+    """Run one call to its result, in the calling thread, which must have no running event loop.
+
+    Raises nothing but `ToolInterrupted`; the timeout is the caller's to enforce, by `body`.
+    """
+    started = clock()
+    fatal = False
+    try:
+        outcome = _attempt(tool, context, arguments, body or Body())
+    except ToolInterrupted:
+        raise
+    except BaseException as error:  # noqa: BLE001 - a SystemExit of the tool's is a result too
+        outcome, fatal = _describe_failure(tool, context, error)
+    elapsed = max(0, round((clock() - started) * 1000))
+    if isinstance(outcome, ToolErrorInfo):
+        refused = error_result(
+            context.call_id, tool.name, outcome, attempt=context.attempt, duration_ms=elapsed
+        )
+        return Executed(refused, fatal)
+    return Executed(outcome.model_copy(update={"duration_ms": elapsed}))
+
+
+def error_result(
+    call_id: str, name: str, error: ToolErrorInfo, attempt: int = 1, duration_ms: int = 0
+) -> ToolResult:
+    """The result of a call that was refused or failed; `content` is what the model reads of it."""
+    error = ToolErrorInfo(
+        type=clean(error.type),
+        message=cut(clean(error.message), MAX_ERROR_CHARS),
+        retryable=error.retryable,
+        fields=_clean_fields(error.fields),
+    )
+    content = render_error(error)
+    return ToolResult(
+        call_id=call_id,
+        name=name,
+        ok=False,
+        content=content,
+        error=error,
+        duration_ms=duration_ms,
+        output_chars=len(content),
+        retryable=error.retryable,
+        attempt=attempt,
+    )
+
+
+def _attempt(
+    tool: Tool, context: Context, arguments: str, body: Body
+) -> ToolResult | ToolErrorInfo:
+    given = tool.parse(arguments)
+    if isinstance(given, ToolErrorInfo):
+        return given
+    result = _validate_result(tool, _run_body(tool, context, given, body), context.call_id)
+    if isinstance(result, ToolErrorInfo):
+        return result
+    shown = render(result.value, max_chars=tool.max_output_chars)
+    return ToolResult(
+        call_id=context.call_id,
+        name=tool.name,
+        ok=True,
+        content=shown.content,
+        data=shown.data,
+        evidence=tuple(result.evidence),
+        output_chars=shown.output_chars,
+        truncated=shown.truncated,
+        attempt=context.attempt,
+    )
+
+
+def _run_body(tool: Tool, context: Context, given: Mapping[str, Any], body: Body) -> Any:
+    token = running_call.set(context.call_id)
+    try:
+        return body.run(tool.function, {**given, **dict.fromkeys(tool.injected, context)})
+    finally:
+        running_call.reset(token)
+
+
+def _validate_result(tool: Tool, returned: Any, call_id: str) -> Result[Any] | ToolErrorInfo:
+    """What was returned as its declared type, or `INVALID_RESULT`; the body is not run again."""
+    result = returned if isinstance(returned, Result) else Result(returned)
+    try:
+        evidence = [
+            Evidence.model_validate(each).model_copy(update={"call_id": call_id})
+            for each in result.evidence
+        ]
+    except (ValidationError, TypeError):
+        return _invalid_result("its evidence must be a list of Evidence", None)
+    try:
+        value = _validate_value(tool.returns, result.value)
+    except ValidationError as error:
+        fields = {path or "value": reason for path, reason in list_faults(error).items()}
+        text = "; ".join(f"{path}: {reason}" for path, reason in fields.items())
+        return _invalid_result(text, fields)
+    return Result(value, evidence)
+
+
+def _validate_value(adapter: TypeAdapter[Any], value: Any) -> Any:
+    try:
+        return adapter.validate_python(value, by_alias=True, by_name=True)
+    except ValidationError as error:
+        if not any(each["type"] == "string_unicode" for each in error.errors()):
+            raise
+    # Pydantic takes no lone surrogates, which are a fault of the text and not of the tool.
+    return adapter.validate_python(to_json(value), by_alias=True, by_name=True)
+
+
+def _invalid_result(reason: str, fields: dict[str, str] | None) -> ToolErrorInfo:
+    return ToolErrorInfo(
+        type=ToolErrorType.INVALID_RESULT.value,
+        message=f"the tool ran, but what it returned is not of its declared type: {reason}",
+        fields=fields,
+    )
+
+
+def _describe_failure(
+    tool: Tool, context: Context, error: BaseException
+) -> tuple[ToolErrorInfo, bool]:
+    """The error and whether it is fatal; re-raises an interrupt that a task group wrapped."""
+    if isinstance(error, BaseExceptionGroup) and (held := error.subgroup(ToolInterrupted)):
+        raise ToolInterrupted from held
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    if isinstance(error, ToolError):
+        try:
+            info = ToolErrorInfo(
+                type=clean(str(error.type)),
+                message=clean(str(error)),
+                retryable=error.retryable,
+                fields=_clean_fields(error.fields),
+            )
+            return info, bool(error.fatal)
+        except Exception:  # noqa: BLE001 - a subclass that never called ToolError.__init__
+            logger.warning("tool %s raised a ToolError that can't be read", tool.name)
+    name = clean(type(error).__name__)
+    # Where, but not what: the text of an exception may hold a secret.
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
+    logger.warning(
+        "run %s call %s: tool %s raised %s at %s",
+        context.run_id,
+        context.call_id,
+        tool.name,
+        name,
+        where,
+    )
+    message = f"the tool failed with {name}"
+    return ToolErrorInfo(type=ToolErrorType.TOOL_ERROR.value, message=message), False
+
+
+def _clean_fields(fields: Mapping[str, str] | None) -> dict[str, str] | None:
+    if not fields:
+        return None
+    return {clean(str(path)): cut(clean(str(reason)), 256) for path, reason in fields.items()}

@@ -1,0 +1,16 @@
+"""The Celery tasks of the loop, recovery, and the client that an application imports."""
+
+from runner import Event, FinalResult, Principal, RunStatus, StopReason
+from runner.record import RunInfo
+from tasks.client import Client, Run
+
+__all__ = [
+    "Client",
+    "Event",
+    "FinalResult",
+    "Principal",
+    "Run",
+    "RunInfo",
+    "RunStatus",
+    "StopReason",
+]

@@ -1,0 +1,37 @@
+"""The whole distributed control flow: three Celery tasks that enqueue each other.
+
+    start -> step 0 -> call_tool ... call_tool -> step 1 -> ... -> an end
+
+Each task makes one transition of the run and publishes what comes next. A task that is lost is
+published again by recovery; one that comes twice is answered `STALE`, `BUSY` or `DUPLICATE`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery import Celery, Task
+
+from runner.loop import Loop, NextStep
+from tasks.accept import accept_goal
+from tasks.hints import CALL_TOOL, START, STEP, publish
+from tasks.requests import HiddenRequest
+
+
+def add_tasks(app: Celery, loop: Loop) -> None:
+    """Give a worker's app the tasks of the loop."""
+
+    @app.task(name=START, bind=True, Request=HiddenRequest)
+    def start(self: Task, goal: str, agent: str, **options: Any) -> None:
+        """Accept a goal from an app that has no client of ours; the task's id is the run's id."""
+        run_id = self.request.id
+        accept_goal(loop.store, goal, agent=agent, run_id=run_id, agents=loop.agents, **options)
+        publish(app, NextStep(run_id, 0))
+
+    @app.task(name=STEP)
+    def step(run_id: str, step: int) -> None:
+        publish(app, loop.advance(run_id, step))
+
+    @app.task(name=CALL_TOOL)
+    def call_tool(run_id: str, step: int, index: int) -> None:
+        publish(app, loop.call_tool(run_id, step, index))

@@ -1,0 +1,182 @@
+"""What an application imports: submit a goal, follow it, read its result, cancel it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from celery import Celery
+from pydantic import JsonValue
+
+from runner.agents import Agents
+from runner.errors import ResultTimeout, RunFinished, RunNotFound
+from runner.keys import check_run_id
+from runner.loop import NextStep, cancel_run
+from runner.models import Event, FinalResult, Principal, RunStatus, StopReason
+from runner.record import RunInfo
+from runner.settings import Settings
+from runner.store import Outcome, RunStore
+from tasks.accept import accept_goal
+from tasks.hints import publish, publishing_config
+
+LOOK_EVERY = 2.0
+"""Seconds that a reader waits in one request: well below the client's socket timeout."""
+
+
+class Client:
+    """Submits runs and reads them. Safe to share between threads and across forks.
+
+    Settings come from the environment (`CELERIAC_REDIS_URL`) unless given. `agents` are only needed
+    to check names before any worker has announced its own.
+    """
+
+    def __init__(
+        self,
+        redis_url: str | None = None,
+        *,
+        settings: Settings | None = None,
+        agents: Agents | None = None,
+    ) -> None:
+        if settings is None:
+            settings = Settings.from_env({"CELERIAC_REDIS_URL": redis_url} if redis_url else None)
+        self.store = RunStore(settings)
+        self._agents = agents
+        # Never the current app: the caller may well have a Celery app of their own.
+        self._app = Celery("celeriac-client", set_as_current=False)
+        self._app.conf.update(publishing_config(settings))
+
+    def submit(
+        self,
+        goal: str,
+        *,
+        agent: str,
+        idempotency_key: str | None = None,
+        principal: Principal | None = None,
+        metadata: Mapping[str, JsonValue] | None = None,
+    ) -> Run:
+        """Accept a goal and return at once. From then on the run will end, whatever else fails.
+
+        The same `idempotency_key` (within a tenant) gives the same run. Raises `InvalidInput`,
+        `AgentError` or `RedisUnavailable`; then nothing was written.
+        """
+        run_id = accept_goal(
+            self.store,
+            goal,
+            agent=agent,
+            agents=self._agents,
+            principal=principal,
+            metadata=metadata,
+            idempotency_key=idempotency_key,
+        )
+        publish(self._app, NextStep(run_id, 0))
+        return Run(self.store, run_id)
+
+    def get(self, run_id: str) -> Run:
+        """The run of this id; `RunNotFound` where there is none."""
+        run = Run(self.store, check_run_id(run_id))
+        run.info()
+        return run
+
+    def list(self, status: RunStatus | str | None = None, *, limit: int = 100) -> list[RunInfo]:
+        """Runs that haven't ended, then the last that have; at most `limit` are looked at."""
+        wanted = None if status is None else RunStatus(status)
+        runs = (RunInfo.of(record) for record in self.store.list_runs(limit))
+        return [info for info in runs if wanted in (None, info.status)]
+
+    def close(self) -> None:
+        """Close connections; the client opens new ones when it is used again."""
+        self._app.close()
+        self.store.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Run:
+    """A handle on one run. It holds nothing but the id: each question is asked of Redis."""
+
+    def __init__(self, store: RunStore, run_id: str) -> None:
+        self.id = run_id
+        self._store = store
+
+    def __repr__(self) -> str:
+        return f"Run({self.id!r})"
+
+    def info(self) -> RunInfo:
+        """Status, agent, step and times in one look."""
+        return RunInfo.of(self._store.read_run(self.id))
+
+    def status(self) -> RunStatus:
+        return self.info().status
+
+    def result(self, timeout: float | None = None) -> FinalResult:
+        """Wait for the end, at most `timeout` seconds (None: as long as it takes).
+
+        Raises `ResultTimeout` (a `TimeoutError`); the run goes on.
+        """
+        ends_at = None if timeout is None else time.monotonic() + timeout
+        after = "$"
+        while True:
+            result = self._store.read_result(self.id)
+            if result is not None:
+                return result
+            left = LOOK_EVERY if ends_at is None else ends_at - time.monotonic()
+            if left <= 0:
+                raise ResultTimeout(f"run {self.id} hasn't ended within {timeout:g} s; it goes on")
+            self._store.read_events(self.id, after, block=min(left, LOOK_EVERY))
+
+    def events(self, after: str | None = None) -> Iterator[Event]:
+        """Every event, then those to come as they happen; ends with the run.
+
+        `after` is the id of the last event seen. Where the cap has dropped events in between, a
+        `gap` comes first.
+        """
+        if self._has_gap(after):
+            yield Event(id=after or "0", at=time.time(), type="gap", run=self.id)
+        after = after or "0"
+        while True:
+            ended = self._store.read_run(self.id).stop_reason is not None
+            found = self._store.read_events(self.id, after, block=None if ended else LOOK_EVERY)
+            for event in found:
+                yield event
+                after = event.id
+                if event.type == "run.finished":
+                    return
+            if ended and not found:
+                return
+
+    def cancel(self, reason: str = "cancelled by the caller") -> None:
+        """End the run now. Can't be lost, needs no worker, and is no error when done twice.
+
+        Raises `RunFinished` where the run has ended otherwise.
+        """
+        outcome, stop_reason = cancel_run(self._store, self.id, reason)
+        if outcome is Outcome.STALE:
+            raise RunNotFound(f"no run {self.id}: nothing to cancel")
+        if outcome is Outcome.ALREADY and stop_reason is not StopReason.CANCELLED:
+            raise RunFinished(f"run {self.id} has already ended {stop_reason}; nothing was changed")
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The history as it is stored, the goal first."""
+        return self._store.read_messages(self.id)
+
+    def trace(self) -> list[dict[str, Any]]:
+        """What was sent to the model and what came back, decisions and results, in order."""
+        return self._store.read_trace(self.id)
+
+    def _has_gap(self, after: str | None) -> bool:
+        first = self._store.first_event(self.id)
+        if first is None:
+            return False
+        if after is None:
+            return first.type != "run.created"
+        return _order(first.id) > _order(after)
+
+
+def _order(event_id: str) -> tuple[int, int]:
+    ms, _, number = event_id.partition("-")
+    return int(ms), int(number or 0)

@@ -1,0 +1,57 @@
+"""Brings back runs that nobody moves. Runs inside every worker; any number of them at once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from celery import Celery
+
+from runner.errors import CeleriacError
+from runner.loop import Finish, Loop, Skip
+from tasks.hints import publish
+
+logger = logging.getLogger(__name__)
+
+
+class Recoverer:
+    """Looks every half second at what is due: lost hints, dead holders, waits that are over."""
+
+    def __init__(self, app: Celery, loop: Loop, *, every: float) -> None:
+        self._app = app
+        self._loop = loop
+        self._every = every
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="celeriac-recovery", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+
+    def recover_due(self) -> int:
+        """Look once; answers how many runs were due."""
+        run_ids = self._loop.store.claim_due()
+        for run_id in run_ids:
+            found = self._loop.recover(run_id)
+            if not isinstance(found, Skip):
+                logger.info("run=%s recovered: %s", run_id, type(found).__name__)
+            if not isinstance(found, Finish):
+                publish(self._app, found)
+        return len(run_ids)
+
+    def _run(self) -> None:
+        # Children may be forked while this thread runs: it shares no connection with the tasks.
+        while not self._stopped.wait(self._every):
+            try:
+                while self.recover_due() and not self._stopped.is_set():
+                    pass
+            except CeleriacError as error:
+                logger.warning("recovery: %s", error)
+            except Exception:
+                # Without this thread a lost hint is lost for good: it must survive anything.
+                logger.exception("recovery failed; next look in %s s", self._every)

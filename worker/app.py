@@ -1,0 +1,92 @@
+"""The worker process: its Celery app, and how one for a queue is started."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from typing import Any
+
+from celery import Celery, bootsteps
+
+from runner.agents import Agents, load_agents
+from runner.loop import Loop
+from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
+from runner.store import RunStore
+from tasks.agent import add_tasks
+from tasks.hints import CALL_TOOL
+from tasks.recover import Recoverer
+from worker.config import HARD_LIMIT_MARGIN, worker_config
+
+QUEUES = {"steps": STEPS_QUEUE, "tools": TOOLS_QUEUE}
+
+POOLS = {"steps": "threads", "tools": "prefork"}
+"""Steps wait for a model, so threads hold many; tools are users' code, each in its own process."""
+
+CONCURRENCY = {"steps": 32, "tools": os.cpu_count() or 1}
+
+
+def make_app(settings: Settings, agents: Agents) -> Celery:
+    """A Celery app with the tasks of the loop and recovery in every worker that it starts."""
+    app = Celery("celeriac")
+    app.conf.update(worker_config(settings))
+    store = RunStore(settings)
+    loop = Loop(store, agents, settings=settings, kill=end_process)
+    add_tasks(app, loop)
+    longest = max((tool.timeout for each in agents.values() for tool in each.toolbox), default=0)
+    # The child ends its own tools in time; the parent's limit is for one that can't even do that.
+    app.tasks[CALL_TOOL].time_limit = longest + HARD_LIMIT_MARGIN
+    app.steps["worker"].add(recovery_step(app, loop, settings))
+    return app
+
+
+def recovery_step(app: Celery, loop: Loop, settings: Settings) -> type[bootsteps.StartStopStep]:
+    """The part of a worker that recovers runs and announces agents, from its start to its end."""
+
+    class Recovery(bootsteps.StartStopStep):
+        requires = ("celery.worker.components:Pool",)
+
+        def __init__(self, parent: Any, **_: Any) -> None:  # noqa: ARG002
+            self.recoverer = Recoverer(app, loop, every=settings.recover_every)
+
+        def start(self, parent: Any) -> None:  # noqa: ARG002 - Celery's signature
+            self.recoverer.start()
+
+        def stop(self, parent: Any) -> None:  # noqa: ARG002
+            self.recoverer.stop()
+
+    return Recovery
+
+
+def run_worker(queue: str, *, concurrency: int | None = None, loglevel: str = "INFO") -> int:
+    """Serve one queue until told to stop; answers the exit code.
+
+    Raises `CeleriacError` before anything is started where settings, agents or Redis aren't right.
+    """
+    settings = Settings.from_env()
+    agents = load_agents(settings.agents)
+    store = RunStore(settings)
+    store.check()
+    store.publish_agents({name: agent.limits for name, agent in agents.items()})
+    store.close()
+    app = make_app(settings, agents)
+    # One line for each request, with its URL, is the SDK's habit and not ours.
+    logging.getLogger("httpx2").setLevel(logging.WARNING)
+    worker = app.Worker(
+        hostname=f"{queue}-{os.getpid()}@{socket.gethostname()}",
+        pool=POOLS[queue],
+        concurrency=concurrency or CONCURRENCY[queue],
+        queues=[QUEUES[queue]],
+        loglevel=loglevel,
+        # Neither is needed, and both cost messages for each worker that is added.
+        without_gossip=True,
+        without_mingle=True,
+    )
+    worker.start()
+    code: int = worker.exitcode or 0
+    return code
+
+
+def end_process() -> None:
+    """End a pool child at once, with the tool that won't let go; its parent starts another."""
+    os._exit(70)

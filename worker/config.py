@@ -1,0 +1,40 @@
+"""The worker's Celery configuration: every line has its reason beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runner.settings import STEPS_QUEUE, Settings
+from tasks.hints import publishing_config
+
+HARD_LIMIT_MARGIN = 10.0
+"""Seconds beyond a tool's timeout and grace after which its parent kills the child regardless."""
+
+
+def worker_config(settings: Settings) -> dict[str, Any]:
+    config = publishing_config(settings)
+    return config | {
+        # A queue with a name of our own: two apps on the default one discard each other's tasks.
+        "task_default_queue": STEPS_QUEUE,
+        # A message is acknowledged as it comes: the run's record recovers whatever is lost later.
+        # With late acks a restart of Redis under a running task ends the worker.
+        "task_acks_late": False,
+        "task_reject_on_worker_lost": False,
+        # A worker takes a hint only when it can act on it at once, so a hint that isn't acted on
+        # is still in its queue, where recovery can see it.
+        "worker_prefetch_multiplier": 1,
+        "worker_disable_prefetch": True,
+        # A Redis that is away, at start or later, is waited for as long as it takes.
+        "broker_connection_retry_on_startup": True,
+        "broker_connection_max_retries": None,
+        # A reconnect is no reason to interrupt a model call: its result goes to the record.
+        "worker_cancel_long_running_tasks_on_connection_loss": False,
+        # A dead socket of the result backend (where one is set) holds a slot for seconds only.
+        "redis_socket_timeout": 5,
+        "redis_socket_connect_timeout": 3,
+        # Flower and `celery events` see the tasks of a run.
+        "worker_send_task_events": True,
+        "task_send_sent_event": True,
+        # Our log lines keep their own form, and a tool's print isn't turned into a warning.
+        "worker_redirect_stdouts": False,
+    }
