@@ -22,7 +22,7 @@ KILL_GRACE = 2.0
 
 
 class CallRunner:
-    """Turns a begun call into its result, or into nothing where the attempt has lost its say.
+    """Turns a begun call into its result, or into the reason why this attempt has lost its say.
 
     `kill` ends this process when a tool won't let go (None: it is waited for, as in a test).
     """
@@ -39,7 +39,7 @@ class CallRunner:
         self._renew_every = renew_every
         self._kill = kill
 
-    def run(self, call: BegunCall, tool: Tool | None) -> Executed | None:
+    def run(self, call: BegunCall, tool: Tool | None) -> Executed | Outcome:
         error = _refusal(call, tool)
         if error is not None or tool is None:
             return _error(call, error or _unknown_tool())
@@ -47,7 +47,8 @@ class CallRunner:
         holder = CallHolder(
             renew=lambda: self._store.renew_call(call),
             renew_every=self._renew_every,
-            timeout=min(tool.timeout, max(0.001, call.record.remaining)),
+            timeout=tool.timeout,
+            remaining=call.record.remaining,
             body=body,
             give_up=lambda: self._give_up(call, tool),
         )
@@ -57,7 +58,7 @@ class CallRunner:
                 return execute(tool, self._context(call, holder), call.decision.arguments, body)
             except ToolInterrupted:
                 if holder.reason is not None:
-                    return None
+                    return holder.reason
         return _error(call, _timeout(tool), duration=time.monotonic() - started)
 
     def _context(self, call: BegunCall, holder: CallHolder) -> Context:
@@ -108,13 +109,15 @@ class CallHolder:
         renew: Callable[[], Outcome],
         renew_every: float,
         timeout: float,
+        remaining: float,
         body: Body,
         give_up: Callable[[], None],
     ) -> None:
         self.reason: Outcome | None = None
         self._renew = renew
         self._renew_every = renew_every
-        self._deadline = time.monotonic() + timeout
+        self._times_out_at = time.monotonic() + timeout
+        self._run_ends_at = time.monotonic() + remaining
         self._body = body
         self._give_up = give_up
         self._woken = threading.Event()
@@ -135,14 +138,15 @@ class CallHolder:
         self._woken.set()
 
     def _keep(self) -> None:
-        renew_at = time.monotonic() + self._renew_every
+        renew_at = min(time.monotonic() + self._renew_every, self._run_ends_at)
         while not self._done:
-            nudged = self._woken.wait(max(0.0, min(renew_at, self._deadline) - time.monotonic()))
+            look_at = min(renew_at, self._times_out_at)
+            nudged = self._woken.wait(max(0.0, look_at - time.monotonic()))
             self._woken.clear()
             if self._done:
                 return
             now = time.monotonic()
-            if now >= self._deadline:
+            if now >= self._times_out_at:
                 break
             if nudged or now >= renew_at:
                 renew_at = now + self._renew_every

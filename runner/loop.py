@@ -156,6 +156,10 @@ class Loop:
         self._nudges = Nudges(store)
         self._calls = CallRunner(store, self._nudges, settings.renew_every, kill)
 
+    def close(self) -> None:
+        """Stop listening for nudges."""
+        self._nudges.close()
+
     # --- one step ---------------------------------------------------------------------------------
 
     def advance(self, run_id: str, step: int) -> Next:
@@ -368,8 +372,8 @@ class Loop:
             return self._stop(call.record, call.outcome)
         tool = self._tool(call)
         executed = self._calls.run(call, tool)
-        if executed is None:
-            return Skip(run_id, Outcome.FENCED)
+        if isinstance(executed, Outcome):
+            return self._let_go(call.record, executed)
         result = executed.result
         _log_call(call.record, result)
         timed_out = result.error is not None and result.error.type == ToolErrorType.TIMEOUT

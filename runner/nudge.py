@@ -28,6 +28,7 @@ class Nudges:
     def __init__(self, store: RunStore) -> None:
         self._store = store
         self._pid = 0
+        self._closed = threading.Event()
         self._lock = threading.Lock()
         self._watchers: dict[str, set[Callable[[], object]]] = defaultdict(set)
 
@@ -45,6 +46,10 @@ class Nudges:
                 if not self._watchers[run_id]:
                     del self._watchers[run_id]
 
+    def close(self) -> None:
+        """Let the listener end, within a second."""
+        self._closed.set()
+
     def _start(self) -> None:
         if self._pid == os.getpid():
             return
@@ -56,19 +61,18 @@ class Nudges:
         threading.Thread(target=self._listen, name="celeriac-nudges", daemon=True).start()
 
     def _listen(self) -> None:
-        pause = threading.Event()
-        while True:
+        while not self._closed.is_set():
             try:
                 channel = self._store.redis.pubsub(ignore_subscribe_messages=True)  # type: ignore[no-untyped-call]
                 with channel:
                     channel.subscribe(keys.NUDGE)
-                    while True:
-                        message = channel.get_message(timeout=5.0)
+                    while not self._closed.is_set():
+                        message = channel.get_message(timeout=1.0)
                         if message is not None:
                             self._wake(message["data"])
             except (redis.RedisError, OSError) as error:
                 logger.debug("nudges: %s; renewals go on without", type(error).__name__)
-                pause.wait(RECONNECT_AFTER)
+                self._closed.wait(RECONNECT_AFTER)
 
     def _wake(self, run_id: str) -> None:
         with self._lock:

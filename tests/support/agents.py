@@ -89,7 +89,7 @@ def stubborn() -> None:
     while True:
         try:
             time.sleep(3600)
-        except BaseException:  # noqa: BLE001, PERF203 - that is the point
+        except BaseException:  # noqa: BLE001 - that is the point
             continue
 
 

