@@ -125,7 +125,6 @@ def _open_inside(path: str, flags: int) -> Iterator[tuple[int, tuple[str, ...]]]
         for name in above:
             here = _open_child(here, name, os.O_DIRECTORY)
             opened.callback(os.close, here)
-        _check_kind(last, here, folder=bool(flags & os.O_DIRECTORY))
         here = _open_child(here, last, flags)
         opened.callback(os.close, here)
         yield here, place
@@ -143,6 +142,7 @@ def _open_root(root: Path) -> int:
 def _open_child(parent: int, name: str, flags: int) -> int:
     if _is_git(name, parent):
         raise _denied(".git is hidden")
+    _check_kind(name, parent, folder=bool(flags & os.O_DIRECTORY))
     return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flags, dir_fd=parent)
 
 
@@ -179,7 +179,7 @@ def _is_git(name: str, folder: int) -> bool:
 
 
 def _check_kind(name: str, parent: int, *, folder: bool) -> None:
-    """Before it is opened, since merely to open a device may do something."""
+    """Comes before the opening, since merely to open a device may do something."""
     mode = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
     shown = _show(name)
     if folder and not stat.S_ISDIR(mode):

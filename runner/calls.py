@@ -61,6 +61,10 @@ class CallRunner:
                     return holder.reason
         return _error(call, _timeout(tool), duration=time.monotonic() - started)
 
+    def give_up_on(self, call: BegunCall) -> Executed:
+        """The result of a call whose holder died and that may not be started again."""
+        return _error(call, _refusal(call, None) or _unknown_tool())
+
     def _context(self, call: BegunCall, holder: CallHolder) -> Context:
         record, call_id = call.record, call.decision.call_id
         trace_id = keys.trace_id(record.run_id, record.step, call.index)

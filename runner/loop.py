@@ -124,6 +124,10 @@ class _LetGo(Exception):
         self.outcome = outcome
 
 
+class _Released(Exception):
+    """This process stops: another is to take the attempt."""
+
+
 @dataclass(slots=True)
 class _Asked:
     """What asking the model cost so far in this attempt: every exchange, not only the last."""
@@ -154,7 +158,15 @@ class Loop:
         self.settings = settings
         self._model = model or OpenAIModel()
         self._nudges = Nudges(store)
+        self._model_calls: set[concurrent.futures.Future[ModelReply]] = set()
+        self.stopping = False
         self._calls = CallRunner(store, self._nudges, settings.renew_every, kill)
+
+    def release(self) -> None:
+        """This process stops: let go of every model call, so that another worker makes it."""
+        self.stopping = True
+        for future in tuple(self._model_calls):
+            future.cancel()
 
     def close(self) -> None:
         """Stop listening for nudges."""
@@ -164,6 +176,8 @@ class Loop:
 
     def advance(self, run_id: str, step: int) -> Next:
         """Take one step of a run: ask the model, then call tools, finish or wait."""
+        if self.stopping:
+            return NextStep(run_id, step)  # popped on the way out: it is for another worker
         begun = self.store.begin_step(run_id, step)
         if isinstance(begun, Outcome):
             return Skip(run_id, begun)
@@ -181,6 +195,10 @@ class Loop:
             return self._fail_or_wait(record, agent, error, asked)
         except _LetGo as reason:
             return self._let_go(record, reason.outcome)
+        except _Released:
+            outcome = self.store.release_step(record)
+            done = outcome in (Outcome.OK, Outcome.ALREADY)
+            return NextStep(run_id, step) if done else Skip(run_id, outcome)
         finally:
             _log_step(record, asked, started)
         match reply:
@@ -264,18 +282,25 @@ class Loop:
     def _hold_step(self, record: RunRecord, agent: Agent, request: ModelRequest) -> ModelReply:
         """Keep the lease while the model answers; let go when the store says so."""
         model = self._model if agent.model is None or isinstance(agent.model, str) else agent.model
+        if self.stopping:
+            raise _Released
         future = background.submit(model.respond(request))
-        with self._nudges.watch(record.run_id, future.cancel):
-            while True:
-                concurrent.futures.wait([future], timeout=self.settings.renew_every)
-                if future.done() and not future.cancelled():
-                    return future.result()
-                outcome = self.store.renew_step(record.run_id, record.epoch)
-                if outcome is not Outcome.OK:
-                    future.cancel()
-                    raise _LetGo(outcome)
-                if future.cancelled():
-                    raise _LetGo(Outcome.STALE)
+        self._model_calls.add(future)
+        try:
+            with self._nudges.watch(record.run_id, future.cancel):
+                while True:
+                    concurrent.futures.wait([future], timeout=self.settings.renew_every)
+                    if future.done() and not future.cancelled():
+                        return future.result()
+                    outcome = self.store.renew_step(record.run_id, record.epoch)
+                    if outcome is not Outcome.OK:
+                        future.cancel()
+                        raise _LetGo(outcome)
+                    if future.cancelled():
+                        # Nobody ended the run, so it is this process that ends.
+                        raise _Released
+        finally:
+            self._model_calls.discard(future)
 
     def _call_tools(self, agent: Agent, record: RunRecord, reply: ToolCalls, asked: _Asked) -> Next:
         limits = _limits(record)
@@ -325,7 +350,7 @@ class Loop:
             event={"calls": len(calls), "refused": sum(call.result is not None for call in calls)},
             fingerprint=agent.fingerprint,
         )
-        if outcome is not Outcome.OK:
+        if outcome not in (Outcome.OK, Outcome.ALREADY):
             return self._let_go(record, outcome)
         if refused:
             return NextStep(record.run_id, record.step + 1)
@@ -398,6 +423,15 @@ class Loop:
         if outcome is Outcome.LAST:
             return NextStep(run_id, step + 1)
         return Wait(run_id) if turn is None else CallTools(run_id, step, (turn,))
+
+    def lose_call(self, run_id: str, step: int, index: int, *, pid: int) -> Next:
+        """A child that held a call is gone: say so now, without waiting for its lease."""
+        call = self.store.lose_call(run_id, step, index, pid=pid, stopped=self.stopping)
+        if call is Outcome.OK:
+            return CallTools(run_id, step, (index,))
+        if isinstance(call, Outcome):
+            return Skip(run_id, call)
+        return self._record(run_id, step, index, self._calls.give_up_on(call))
 
     # --- ends and recovery ------------------------------------------------------------------------
 

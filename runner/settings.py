@@ -21,6 +21,7 @@ class Settings:
 
     `redis_url` holds the runs' state; `broker_url` (the same Redis unless said otherwise) carries
     the hints. `lease` is how long a silent attempt is presumed alive, `renew_every` its heartbeat.
+    `drain` is how long a stopping worker lets what runs finish before others take it over.
     `hint_grace` is how long a published hint may take before recovery asks where it is.
     """
 
@@ -33,6 +34,7 @@ class Settings:
     renew_every: float = 5.0
     hint_grace: float = 2.0
     recover_every: float = 0.5
+    drain: float = 10.0
     retention: float = 7 * 24 * 3600.0
     max_events: int = 10_000
     max_goal_chars: int = 1_000_000
@@ -49,6 +51,8 @@ class Settings:
         for name in (*positive, "retention", "max_events", "max_goal_chars"):
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{_variable(name)} must be greater than 0")
+        if not self.drain >= 0:
+            raise SettingsError("CELERIAC_DRAIN must be 0 or more")
         if self.renew_every >= self.lease:
             raise SettingsError(
                 "CELERIAC_RENEW_EVERY must be smaller than CELERIAC_LEASE, or every attempt would "

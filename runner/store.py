@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,7 +58,12 @@ from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
 MAX_DEATHS = 3
 """Attempts of one step that may die before the run is given up as poisoned."""
 
-CLAIM = 5.0
+MAX_RELEASES = 10
+"""Graceful stops of one step or call that cost it no attempt."""
+
+HOST = socket.gethostname()
+
+CLAIM = 2.0
 """Seconds for which a worker that recovers a run keeps others from doing the same."""
 
 MAX_LOOK_WAIT = 60.0
@@ -295,7 +301,7 @@ class RunStore:
                 ms(self.settings.lease),
                 MAX_DEATHS,
                 self.settings.max_events,
-                uuid.uuid4().hex,
+                self._attempt_id(),
             ],
         )
         if len(reply) == 1:
@@ -403,19 +409,11 @@ class RunStore:
                 keys.events(run_id),
                 keys.seen(TOOLS_QUEUE),
             ],
-            [step, index, ms(self.settings.lease), self.settings.max_events, uuid.uuid4().hex],
+            [step, index, ms(self.settings.lease), self.settings.max_events, self._attempt_id()],
         )
         if len(reply) == 1:
             return Outcome(reply[0])
-        outcome, now, decision, started, epoch, fields = reply
-        return BegunCall(
-            outcome,
-            record=parse_record(run_id, pairs(fields), int(now)),
-            decision=ToolDecision.model_validate_json(decision),
-            index=index,
-            attempt=int(started),
-            epoch=int(epoch),
-        )
+        return _begun_call(run_id, index, reply)
 
     def renew_call(self, call: BegunCall) -> Outcome:
         """The heartbeat of a call's holder."""
@@ -478,9 +476,39 @@ class RunStore:
                 fatal.model_dump_json() if fatal else "",
                 dump(result_trace(step, result)),
                 dump(call_summary(result)),
+                self._attempt_id(),
             ],
         )
         return reply[0], int(reply[1]) if len(reply) > 1 else None
+
+    def release_step(self, record: RunRecord) -> Outcome:
+        """Let go of a step because this worker stops; another takes it at once."""
+        return self._word(
+            "release_step",
+            [keys.run(record.run_id), keys.DUE],
+            [record.run_id, record.epoch, ms(self.settings.hint_grace), MAX_RELEASES],
+        )
+
+    def lose_call(
+        self, run_id: str, step: int, index: int, *, pid: int, stopped: bool
+    ) -> BegunCall | Outcome:
+        """Say that the process `pid` of this host, which held a call, is gone.
+
+        `stopped`: it was ended on purpose, which costs an idempotent call no attempt.
+        """
+        reply = self._run(
+            "lose_call",
+            [keys.run(run_id), keys.calls(run_id), keys.DUE],
+            [
+                run_id,
+                step,
+                index,
+                f"{HOST}/{pid}/",
+                ms(self.settings.hint_grace),
+                MAX_RELEASES if stopped else 0,
+            ],
+        )
+        return Outcome(reply[0]) if len(reply) == 1 else _begun_call(run_id, index, reply)
 
     def add_event(
         self, run_id: str, type: str, *, step: int | None, call: str | None, data: dict[str, Any]
@@ -504,6 +532,10 @@ class RunStore:
         """The ids of runs that somebody must look at now, claimed for a few seconds."""
         _, ids = self._run("claim_due", [keys.DUE], [ms(CLAIM), limit])
         return list(ids)
+
+    def sweep_runs(self) -> int:
+        """Put every run that hasn't ended and isn't due back into `due`; answers how many."""
+        return int(self._run("sweep_runs", [keys.RUNS, keys.DUE], [])[1])
 
     def recover_run(self, run_id: str) -> Lost:
         """Find a due run's lost hints, and set when it is due again."""
@@ -577,6 +609,12 @@ class RunStore:
         entries = self._ask("xrange", keys.events(run_id), count=1)
         return parse_event(run_id, *entries[0]) if entries else None
 
+    def may_restart(self, run_id: str, step: int, index: int) -> bool:
+        """Whether an open call may be started more than once."""
+        record = self.read_run(run_id)
+        starts = self._ask("hget", keys.calls(run_id), f"{index}.starts")
+        return record.step == step and int(starts or 0) > 1
+
     def list_runs(self, limit: int) -> Iterator[RunRecord]:
         """Runs, unfinished ones first, then the last finished; at most `limit` are looked at."""
         for run_id in self._ask("zrevrange", keys.RUNS, 0, limit - 1):
@@ -592,6 +630,10 @@ class RunStore:
     def read_agents(self) -> dict[str, Limits]:
         catalog: dict[str, str] = self._ask("hgetall", keys.AGENTS)
         return {name: Limits.model_validate_json(text) for name, text in catalog.items()}
+
+    def _attempt_id(self) -> str:
+        # Host and process stand first: a parent can name the attempts of a child that is gone.
+        return f"{HOST}/{os.getpid()}/{uuid.uuid4().hex}"
 
     # --- how a script is sent ---------------------------------------------------------------------
 
@@ -637,3 +679,15 @@ def reporting_redis_errors() -> Iterator[None]:
         raise RedisUnavailable(
             "Redis is out of memory and refuses writes; raise maxmemory or delete old runs"
         ) from error
+
+
+def _begun_call(run_id: str, index: int, reply: Sequence[Any]) -> BegunCall:
+    outcome, now, decision, started, epoch, fields = reply
+    return BegunCall(
+        outcome,
+        record=parse_record(run_id, pairs(fields), int(now)),
+        decision=ToolDecision.model_validate_json(decision),
+        index=index,
+        attempt=int(started),
+        epoch=int(epoch),
+    )

@@ -15,7 +15,7 @@ from celery import Celery, Task
 from runner.loop import Loop, NextStep
 from tasks.accept import accept_goal
 from tasks.hints import CALL_TOOL, START, STEP, publish
-from tasks.requests import HiddenRequest
+from tasks.requests import CallRequest, HiddenRequest
 
 
 def add_tasks(app: Celery, loop: Loop) -> None:
@@ -32,6 +32,11 @@ def add_tasks(app: Celery, loop: Loop) -> None:
     def step(run_id: str, step: int) -> None:
         publish(app, loop.advance(run_id, step))
 
-    @app.task(name=CALL_TOOL)
+    class Call(CallRequest):
+        """A call of this worker's loop."""
+
+    Call.loop = loop
+
+    @app.task(name=CALL_TOOL, Request=Call)
     def call_tool(run_id: str, step: int, index: int) -> None:
         publish(app, loop.call_tool(run_id, step, index))

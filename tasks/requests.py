@@ -1,10 +1,14 @@
-"""How a worker shows a task's arguments to those who watch it."""
+"""How a worker's main process sees its tasks: what it shows, and what it does when one is lost."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
+from billiard.exceptions import Terminated, WorkerLostError
 from celery.worker.request import Request
+
+from runner.loop import Loop
+from tasks.hints import publish
 
 HIDDEN = "{...}"
 
@@ -19,3 +23,29 @@ class HiddenRequest(Request):
     def info(self, safe: bool = False) -> dict[str, Any]:  # noqa: ARG002 - never the real ones
         shown: dict[str, Any] = super().info(safe=True)
         return shown
+
+
+class CallRequest(Request):
+    """For `celeriac.call_tool`: a lost child is answered at once, not at its lease's end."""
+
+    loop: ClassVar[Loop]
+
+    def on_failure(
+        self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False
+    ) -> Any:
+        answer = super().on_failure(exc_info, send_failed_event, return_ok)
+        error = getattr(exc_info.exception, "exc", exc_info.exception)
+        if isinstance(error, WorkerLostError | Terminated | SystemExit | KeyboardInterrupt):
+            self._lose_call()
+        return answer
+
+    def on_timeout(self, soft: bool, timeout: float) -> None:
+        super().on_timeout(soft, timeout)
+        if not soft:
+            self._lose_call()
+
+    def _lose_call(self) -> None:
+        if self.worker_pid is None:
+            return  # never begun: its hint is lost like any other
+        run_id, step, index = self.args
+        publish(self.app, self.loop.lose_call(run_id, step, index, pid=self.worker_pid))

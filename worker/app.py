@@ -17,10 +17,12 @@ from tasks.agent import add_tasks
 from tasks.hints import CALL_TOOL
 from tasks.recover import Recoverer
 from worker.config import HARD_LIMIT_MARGIN, worker_config
+from worker.control import replace_revoke
+from worker.shutdown import Drain
 
 QUEUES = {"steps": STEPS_QUEUE, "tools": TOOLS_QUEUE}
 
-POOLS = {"steps": "threads", "tools": "prefork"}
+POOLS = {"steps": "threads", "tools": "worker.pool:ToolPool"}
 """Steps wait for a model, so threads hold many; tools are users' code, each in its own process."""
 
 CONCURRENCY = {"steps": 32, "tools": os.cpu_count() or 1}
@@ -36,6 +38,7 @@ def make_app(settings: Settings, agents: Agents) -> Celery:
     longest = max((tool.timeout for each in agents.values() for tool in each.toolbox), default=0)
     # The child ends its own tools in time; the parent's limit is for one that can't even do that.
     app.tasks[CALL_TOOL].time_limit = longest + HARD_LIMIT_MARGIN
+    replace_revoke(store)
     app.steps["worker"].add(recovery_step(app, loop, settings))
     return app
 
@@ -48,6 +51,7 @@ def recovery_step(app: Celery, loop: Loop, settings: Settings) -> type[bootsteps
 
         def __init__(self, parent: Any, **_: Any) -> None:  # noqa: ARG002
             self.recoverer = Recoverer(app, loop, every=settings.recover_every)
+            self.drain = Drain(app, loop, seconds=settings.drain)
 
         def start(self, parent: Any) -> None:  # noqa: ARG002 - Celery's signature
             self.recoverer.start()

@@ -46,10 +46,10 @@ end
 if lease > 0 then
   -- The last attempt neither committed nor let go: its holder died, or is as good as dead.
   deaths = redis.call('HINCRBY', KEYS[1], 'deaths', 1)
-  if deaths >= tonumber(ARGV[3]) then
-    return answer('POISONED')
-  end
   add_event(KEYS[2], ARGV[4], 'run.recovered', step, '', '{}')
+end
+if deaths >= tonumber(ARGV[3]) then
+  return answer('POISONED')
 end
 if hints == 1 and hinted > tonumber(redis.call('GET', KEYS[3]) or 0) then
   -- A queue is first in, first out: any hint older than this one and still unseen is lost.

@@ -37,8 +37,14 @@ if step ~= ARGV[2] or epoch ~= ARGV[3] then
   return {'FENCED'}
 end
 if phase ~= 'model' then
-  -- The same attempt again: the first reply was lost on its way, recovery owns the hints.
-  return {'ALREADY'}
+  -- The same attempt again: the reply was lost on its way.
+  local queued = {'ALREADY'}
+  for index = 0, numbers(KEYS[1], 'calls') - 1 do
+    if redis.call('HGET', KEYS[3], index .. '.state') == 'queued' then
+      queued[#queued + 1] = index
+    end
+  end
+  return queued
 end
 local first_call = 17 + tonumber(ARGV[16])
 for i = 17, first_call - 1 do
@@ -47,7 +53,7 @@ end
 redis.call('RPUSH', KEYS[6], ARGV[13])
 add_usage(KEYS[1], ARGV[8], ARGV[9], ARGV[10], ARGV[11], ARGV[12])
 redis.call('HINCRBY', KEYS[1], 'invalid_calls', ARGV[7])
-redis.call('HSET', KEYS[1], 'lease', 0, 'not_before', 0, 'deaths', 0, 'model_attempts', 0,
+redis.call('HSET', KEYS[1], 'lease', 0, 'not_before', 0, 'deaths', 0, 'releases', 0, 'model_attempts', 0,
   'hinted', int(now), 'hints', 1, 'status', 'running', 'fingerprint', ARGV[15])
 redis.call('ZADD', KEYS[7], int(now + tonumber(ARGV[4])), ARGV[1])
 add_event(KEYS[5], ARGV[5], 'model.answered', step, '', ARGV[14])

@@ -19,6 +19,7 @@
 -- ARGV[9] fatal error of the run as JSON, or empty
 -- ARGV[10] trace entry as JSON
 -- ARGV[11] event data as JSON
+-- ARGV[12] operation id, so that the same request sent twice gets the same answer
 -- Returns WAIT | LAST | DUPLICATE | STALE, with the index of a held call whose turn has come
 local status, phase, step, count = unpack(
   redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'calls'))
@@ -27,6 +28,15 @@ if not status then
 end
 local index = ARGV[3]
 local field = index .. '.'
+local answered = redis.call('HMGET', KEYS[1], 'recorded', 'recorded_answer', 'recorded_turn')
+if answered[1] == ARGV[12] then
+  return {answered[2], answered[3] ~= '' and answered[3] or nil}
+end
+local function answer(word, turn)
+  redis.call('HSET', KEYS[1], 'recorded', ARGV[12], 'recorded_answer', word,
+    'recorded_turn', turn or '')
+  return {word, turn}
+end
 local open = status ~= 'finished' and step == ARGV[2] and phase == 'tools'
 if not open or redis.call('HEXISTS', KEYS[4], index) == 1 then
   -- Too late to count, but the truth about a side effect is worth keeping.
@@ -51,14 +61,14 @@ if redis.call('HLEN', KEYS[4]) < tonumber(count) then
     if redis.call('HGET', KEYS[3], next .. '.state') == 'held' then
       redis.call('HSET', KEYS[3], next .. '.state', 'queued', next .. '.hinted', int(now))
       redis.call('ZADD', KEYS[8], 'LT', int(now + tonumber(ARGV[4])), ARGV[1])
-      return {'WAIT', next}
+      return answer('WAIT', next)
     end
   end
-  return {'WAIT'}
+  return answer('WAIT')
 end
 append_results(KEYS[2], KEYS[3], KEYS[5], count, '')
 redis.call('DEL', KEYS[3], KEYS[4])
 redis.call('HINCRBY', KEYS[1], 'step', 1)
 redis.call('HSET', KEYS[1], 'phase', 'model', 'calls', 0, 'status', 'queued', 'hinted', int(now), 'hints', 1)
 redis.call('ZADD', KEYS[8], int(now + tonumber(ARGV[4])), ARGV[1])
-return {'LAST'}
+return answer('LAST')

@@ -118,6 +118,27 @@ def die_always(ctx: Context) -> None:
 
 
 @tool(idempotent=True)
+def slow_once(ctx: Context) -> str:
+    """Sleep for a minute on the first attempt, and not on the second."""
+    note(f"slow_once {ctx.attempt}")
+    if ctx.attempt == 1:
+        time.sleep(50)
+    return f"attempt {ctx.attempt}"
+
+
+@tool(idempotent=True)
+def slow_until_second(ctx: Context) -> str:
+    """Sleep for a minute, unless the ledger says that it was begun before."""
+    path = Path(os.environ["CELERIAC_TEST_LEDGER"])
+    line = f"slow_until_second {ctx.trace_id}"
+    begun = path.exists() and line in path.read_text(encoding="utf-8")
+    note(line)
+    if not begun:
+        time.sleep(50)
+    return "second"
+
+
+@tool(idempotent=True)
 def whoami(ctx: Context) -> dict[str, str]:
     """Tell what the context says."""
     ctx.progress(1, 2, "half way")
@@ -157,6 +178,8 @@ TOOLS = [
     wait_for_end,
     die,
     die_always,
+    slow_once,
+    slow_until_second,
     whoami,
     big,
     pick,

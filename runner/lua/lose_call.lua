@@ -1,0 +1,42 @@
+-- lose_call: the parent of a pool says that the child which held a call is gone, by death or by a stop.
+-- KEYS[1] run HASH
+-- KEYS[2] calls HASH
+-- KEYS[3] due ZSET
+-- ARGV[1] id of the run
+-- ARGV[2] step number
+-- ARGV[3] index of the call in its step
+-- ARGV[4] holder, the beginning of the attempt ids of that child
+-- ARGV[5] grace in ms
+-- ARGV[6] max_releases of one call that cost no attempt, 0 where the child died
+-- Returns OK | LOST | POISONED | STALE | CANCELLED | FENCED, with now, the call's decision, starts and epoch, and the record
+local status, phase, step, stop = unpack(
+  redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'stop_reason'))
+if not status then
+  return {'STALE'}
+end
+if status == 'finished' then
+  return {stop == 'CANCELLED' and 'CANCELLED' or 'STALE'}
+end
+if step ~= ARGV[2] or phase ~= 'tools' then
+  return {'STALE'}
+end
+local field = ARGV[3] .. '.'
+local state, attempt, decision = unpack(
+  redis.call('HMGET', KEYS[2], field .. 'state', field .. 'attempt', field .. 'decision'))
+if state ~= 'running' or string.sub(attempt, 1, #ARGV[4]) ~= ARGV[4] then
+  return {'FENCED'}
+end
+local starts, started, releases, epoch = numbers(
+  KEYS[2], field .. 'starts', field .. 'started', field .. 'releases', field .. 'epoch')
+if starts > 1 and releases < tonumber(ARGV[6]) then
+  redis.call('HINCRBY', KEYS[2], field .. 'releases', 1)
+  started = redis.call('HINCRBY', KEYS[2], field .. 'started', -1)
+end
+if started >= starts then
+  return {starts > 1 and 'POISONED' or 'LOST', int(now), decision, int(started), int(epoch),
+    redis.call('HGETALL', KEYS[1])}
+end
+redis.call('HSET', KEYS[2], field .. 'state', 'queued', field .. 'lease', 0,
+  field .. 'hinted', int(now), field .. 'hints', 1)
+redis.call('ZADD', KEYS[3], 'LT', int(now + tonumber(ARGV[5])), ARGV[1])
+return {'OK'}

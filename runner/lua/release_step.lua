@@ -1,0 +1,29 @@
+-- release_step: a holder that has to stop lets go of its step; that costs no attempt, a few times.
+-- KEYS[1] run HASH
+-- KEYS[2] due ZSET
+-- ARGV[1] id of the run
+-- ARGV[2] epoch of the holder
+-- ARGV[3] grace in ms
+-- ARGV[4] max_releases of one step that cost nothing
+-- Returns OK | ALREADY | STALE | FENCED | CANCELLED
+local status, phase, epoch, stop, lease = unpack(
+  redis.call('HMGET', KEYS[1], 'status', 'phase', 'epoch', 'stop_reason', 'lease'))
+if not status then
+  return {'STALE'}
+end
+if status == 'finished' then
+  return {stop == 'CANCELLED' and 'CANCELLED' or 'STALE'}
+end
+if epoch ~= ARGV[2] or phase ~= 'model' then
+  return {'FENCED'}
+end
+if lease == '0' then
+  return {'ALREADY'}
+end
+if redis.call('HINCRBY', KEYS[1], 'releases', 1) > tonumber(ARGV[4]) then
+  -- Stopped again and again in the same step: from here on it counts like a death.
+  redis.call('HINCRBY', KEYS[1], 'deaths', 1)
+end
+redis.call('HSET', KEYS[1], 'status', 'queued', 'lease', 0, 'hinted', int(now), 'hints', 1)
+redis.call('ZADD', KEYS[2], int(now + tonumber(ARGV[3])), ARGV[1])
+return {'OK'}

@@ -1,0 +1,24 @@
+"""The prefork pool, looking five times a second whether a child has died.
+
+Celery looks as the child's pipe closes, which is a moment before it can be reaped, and then again
+only every five seconds: a death in that gap would go unanswered for as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from celery.concurrency.asynpool import AsynPool
+from celery.concurrency.prefork import TaskPool
+
+LOOK_EVERY = 0.2
+
+
+class _Pool(AsynPool):
+    @property
+    def timers(self) -> dict[Callable[[], None], float]:
+        return {self.maintain_pool: LOOK_EVERY}
+
+
+class ToolPool(TaskPool):
+    Pool = _Pool
