@@ -58,6 +58,11 @@ def seen(queue: str) -> str:
     return f"celeriac:seen:{queue}"
 
 
+def ping(token: str) -> str:
+    """LIST, for a minute: a worker's answer to a liveness probe."""
+    return f"celeriac:ping:{token}"
+
+
 def call_id(step: int, index: int) -> str:
     """The public id of a call, e.g. `3.0`."""
     return f"{step}.{index}"

@@ -54,7 +54,7 @@ from runner.models import (
 from runner.nudge import Nudges
 from runner.record import RunRecord
 from runner.settings import Settings
-from runner.store import BegunCall, Outcome, RunStore
+from runner.store import BegunCall, EndedRun, Outcome, RunStore
 from runner.tools import Executed, Tool, error_result
 
 logger = logging.getLogger(__name__)
@@ -92,10 +92,11 @@ class NextStep:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The run has ended."""
+    """The run has ended; `promised`: its result is to be delivered to somebody."""
 
     run_id: str
     stop_reason: StopReason
+    promised: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,13 +446,11 @@ class Loop:
                 return CallTools(run_id, lost.step, lost.calls)
             case Outcome.EXPIRED:
                 return self._stop(self.store.read_run(run_id), lost.outcome)
+            case Outcome.DELIVER:
+                stop_reason = self.store.read_run(run_id).stop_reason or StopReason.ERROR
+                return Finish(run_id, stop_reason, promised=True)
             case _:
                 return Skip(run_id, lost.outcome)
-
-    def cancel(self, run_id: str, reason: str) -> Outcome:
-        """End a run now, wherever it is; its holders let go when they hear of it."""
-        outcome, _ = cancel_run(self.store, run_id, reason)
-        return outcome
 
     def _stop(self, record: RunRecord, outcome: Outcome) -> Next:
         """End a run that a limit has reached."""
@@ -504,7 +503,7 @@ class Loop:
     ) -> Next:
         if limit is not None:
             error = RunError(type=stop_reason, message=_limit_message(limit, _limits(record)))
-        outcome, standing = self.store.end_run(
+        ended = self.store.end_run(
             record.run_id,
             stop_reason,
             epoch=epoch,
@@ -517,15 +516,15 @@ class Loop:
             steps=1 if asked and asked.exchanges else 0,
             trace=trace,
         )
-        if outcome is not Outcome.OK:
-            return Skip(record.run_id, outcome)
+        if ended.outcome is not Outcome.OK:
+            return Skip(record.run_id, ended.outcome)
         logger.info(
             "run=%s finished stop_reason=%s error=%s",
             record.run_id,
-            standing,
+            stop_reason,
             error.type if error else None,
         )
-        return Finish(record.run_id, stop_reason)
+        return Finish(record.run_id, stop_reason, promised=ended.promised)
 
     def _trace(
         self,
@@ -557,7 +556,7 @@ class Loop:
         return None if agent is None else agent.toolbox.get(call.decision.name)
 
 
-def cancel_run(store: RunStore, run_id: str, reason: str) -> tuple[Outcome, StopReason | None]:
+def cancel_run(store: RunStore, run_id: str, reason: str) -> EndedRun:
     """End a run as `CANCELLED`. Needs no worker: the flag and the end are one write."""
     return store.end_run(
         run_id,

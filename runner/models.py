@@ -115,6 +115,13 @@ class Principal(Frozen):
     scopes: frozenset[str] = frozenset()
 
 
+class OnFinish(Frozen):
+    """The Celery task that is handed a run's `FinalResult`, and the queue that it is read from."""
+
+    task: str = Field(min_length=1, max_length=256)
+    queue: str = Field("celery", min_length=1, max_length=256)
+
+
 class Evidence(Frozen):
     """Something an answer rests on; the runner fills in `call_id`, the call that found it."""
 

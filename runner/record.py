@@ -14,6 +14,7 @@ from runner.models import (
     Event,
     Frozen,
     Limits,
+    OnFinish,
     Principal,
     RunError,
     RunStatus,
@@ -50,6 +51,8 @@ class RunRecord:
     error: RunError | None
     fatal: RunError | None
     limit: str | None
+    on_finish: OnFinish | None
+    promised: bool
     schema: int
     now: int
 
@@ -157,7 +160,9 @@ def parse_record(run_id: str, fields: Mapping[str, str], now: int) -> RunRecord:
         text = fields.get(name)
         return RunError.model_validate_json(text) if text else None
 
-    limits, principal, stop = (fields.get(n) for n in ("limits", "principal", "stop_reason"))
+    limits, principal, stop, on_finish = (
+        fields.get(name) for name in ("limits", "principal", "stop_reason", "on_finish")
+    )
     return RunRecord(
         run_id=run_id,
         status=RunStatus(fields["status"]),
@@ -188,6 +193,8 @@ def parse_record(run_id: str, fields: Mapping[str, str], now: int) -> RunRecord:
         error=error("error"),
         fatal=error("fatal"),
         limit=fields.get("limit") or None,
+        on_finish=OnFinish.model_validate_json(on_finish) if on_finish else None,
+        promised=number("promised") == 1,
         schema=number("schema"),
         now=now,
     )

@@ -20,13 +20,17 @@ class Settings:
     """All settings with their defaults. Durations are in seconds, sizes in characters.
 
     `redis_url` holds the runs' state; `broker_url` (the same Redis unless said otherwise) carries
-    the hints. `lease` is how long a silent attempt is presumed alive, `renew_every` its heartbeat.
+    the hints; `result_backend` (none unless given) is where Celery's `AsyncResult(run_id)` looks.
+    `allow_insecure_redis` and `allow_unlimited_tools` lift two checks at a worker's start;
+    `celery_config` is a module with Celery settings to add to a worker's. `lease` is how long a
+    silent attempt is presumed alive, `renew_every` its heartbeat.
     `drain` is how long a stopping worker lets what runs finish before others take it over.
     `hint_grace` is how long a published hint may take before recovery asks where it is.
     """
 
     redis_url: str = "redis://127.0.0.1:6379/0"
     broker_url: str = ""
+    result_backend: str = ""
     agents: tuple[str, ...] = ()
     model: str = "gpt-4o-mini"
     model_timeout: float = 120.0
@@ -38,6 +42,9 @@ class Settings:
     retention: float = 7 * 24 * 3600.0
     max_events: int = 10_000
     max_goal_chars: int = 1_000_000
+    celery_config: str = ""
+    allow_insecure_redis: bool = False
+    allow_unlimited_tools: bool = False
 
     def __post_init__(self) -> None:
         for name in ("redis_url", "broker_url"):
@@ -89,10 +96,14 @@ def _parse(name: str, text: str, default: object) -> object:
         match default:
             case tuple():
                 return tuple(part.strip() for part in text.split(",") if part.strip())
+            case bool():
+                return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
             case int():
                 return int(text)
             case float():
                 return float(text)
+    except KeyError:
+        raise SettingsError(f"{_variable(name)} must be 1 or 0") from None
     except ValueError:
         raise SettingsError(f"{_variable(name)} must be a number") from None
     return text

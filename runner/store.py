@@ -30,6 +30,7 @@ from runner.models import (
     Evidence,
     FinalResult,
     Limits,
+    OnFinish,
     Principal,
     RunError,
     StopReason,
@@ -81,6 +82,7 @@ class Outcome(StrEnum):
     CANCELLED = "CANCELLED"
     CAPPED = "CAPPED"
     CREATED = "CREATED"
+    DELIVER = "DELIVER"
     DUPLICATE = "DUPLICATE"
     EXHAUSTED = "EXHAUSTED"
     EXISTS = "EXISTS"
@@ -94,6 +96,15 @@ class Outcome(StrEnum):
     STALE = "STALE"
     STEP = "STEP"
     WAIT = "WAIT"
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRun:
+    """Whether this end was the first, the stop reason that stands, and whether somebody waits."""
+
+    outcome: Outcome
+    stop_reason: StopReason | None
+    promised: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +191,11 @@ class RunStore:
         with reporting_redis_errors():
             self.redis.ping()
 
+    def eviction_policy(self) -> str:
+        """What the server does when its memory is full."""
+        policy: str = self._ask("info", "memory")["maxmemory_policy"]
+        return policy
+
     # --- the run as a whole -----------------------------------------------------------------------
 
     def create_run(
@@ -192,8 +208,13 @@ class RunStore:
         principal: Principal | None = None,
         metadata: Mapping[str, JsonValue] | None = None,
         idempotency_key: str | None = None,
+        on_finish: OnFinish | None = None,
+        promised: bool = False,
     ) -> tuple[Outcome, str]:
-        """Write the record of a run. `limits` None: the first worker adopts the agent's own."""
+        """Write the record of a run. `limits` None: the first worker adopts the agent's own.
+
+        `promised`: the run stays due after its end until `settle_run`.
+        """
         tenant = principal.tenant if principal else ""
         record: dict[str, str | int] = {
             "schema": SCHEMA_VERSION,
@@ -201,6 +222,8 @@ class RunStore:
             "tenant": tenant,
             "principal": principal.model_dump_json() if principal else "",
             "metadata": dump(dict(metadata or {})),
+            "on_finish": on_finish.model_dump_json() if on_finish else "",
+            "promised": int(promised),
         }
         if limits:
             record |= limit_fields(limits)
@@ -244,7 +267,7 @@ class RunStore:
         usage: Usage | None = None,
         steps: int = 0,
         trace: dict[str, Any] | None = None,
-    ) -> tuple[Outcome, StopReason | None]:
+    ) -> EndedRun:
         """End a run once. Without an `epoch` it ends whoever holds it (a cancel, a limit)."""
         data = {"stop_reason": stop_reason, "ok": stop_reason is StopReason.COMPLETED}
         reply = self._run(
@@ -278,7 +301,46 @@ class RunStore:
                 keys.NUDGE,
             ],
         )
-        return reply[0], StopReason(reply[1]) if len(reply) > 1 else None
+        stands = StopReason(reply[1]) if len(reply) > 1 else None
+        return EndedRun(reply[0], stands, promised=len(reply) > 2)
+
+    def resume_run(self, record: RunRecord, limits: Limits) -> Outcome:
+        """Take an ended run up again; `limits` count from here on."""
+        run_id = record.run_id
+        tokens, used = record.usage.total_tokens, record.tool_calls
+        raised = limits.model_copy(
+            update={
+                "max_steps": record.step + limits.max_steps,
+                "max_tool_calls": used + limits.max_tool_calls,
+                "max_tokens": limits.max_tokens and tokens + limits.max_tokens,
+            }
+        )
+        return self._word(
+            "resume_run",
+            [
+                keys.run(run_id),
+                keys.messages(run_id),
+                keys.evidence(run_id),
+                keys.events(run_id),
+                keys.trace(run_id),
+                keys.DUE,
+                keys.RUNS,
+            ],
+            [
+                run_id,
+                record.step,
+                ms(limits.timeout),
+                ms(self.settings.hint_grace),
+                self.settings.max_events,
+                *flat(limit_fields(raised)),
+                "promised",
+                int(record.on_finish is not None or bool(self.settings.result_backend)),
+            ],
+        )
+
+    def settle_run(self, run_id: str) -> Outcome:
+        """Say that what the run promised at its end has been delivered."""
+        return self._word("settle_run", [keys.run(run_id), keys.DUE], [run_id])
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -634,6 +696,19 @@ class RunStore:
     def _attempt_id(self) -> str:
         # Host and process stand first: a parent can name the attempts of a child that is gone.
         return f"{HOST}/{os.getpid()}/{uuid.uuid4().hex}"
+
+    def answer_ping(self, token: str) -> None:
+        """Leave a sign of life, for a minute."""
+        self._ask("lpush", keys.ping(token), "pong")
+        self._ask("expire", keys.ping(token), 60)
+
+    def wait_for_ping(self, token: str, timeout: float) -> bool:
+        """Whether the sign of life came within `timeout` seconds."""
+        ends_at = time.monotonic() + timeout
+        while (left := ends_at - time.monotonic()) > 0:
+            if self._ask("brpop", [keys.ping(token)], timeout=min(2.0, left)):
+                return True
+        return False
 
     # --- how a script is sent ---------------------------------------------------------------------
 

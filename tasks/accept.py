@@ -14,7 +14,7 @@ from runner import keys
 from runner.agents import Agents
 from runner.context import goal_message
 from runner.errors import AgentError, InvalidInput
-from runner.models import Limits, Principal
+from runner.models import Limits, OnFinish, Principal
 from runner.store import RunStore
 
 MAX_METADATA_CHARS = 16_384
@@ -30,6 +30,7 @@ def accept_goal(
     principal: Principal | Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
     idempotency_key: str | None = None,
+    on_finish: OnFinish | Mapping[str, str] | str | None = None,
 ) -> str:
     """Write the record of a new run and answer its id, or the id that the key already stands for.
 
@@ -47,6 +48,8 @@ def accept_goal(
         principal=_check_principal(principal),
         metadata=_check_metadata(metadata),
         idempotency_key=idempotency_key,
+        on_finish=(task := _check_on_finish(on_finish)),
+        promised=task is not None or bool(store.settings.result_backend),
     )
     return known_id
 
@@ -95,6 +98,16 @@ def _check_principal(principal: Principal | Mapping[str, Any] | None) -> Princip
         return Principal.model_validate(dict(principal))
     except ValidationError:
         raise InvalidInput("principal takes id, tenant and scopes, and nothing else") from None
+
+
+def _check_on_finish(on_finish: OnFinish | Mapping[str, str] | str | None) -> OnFinish | None:
+    if on_finish is None or isinstance(on_finish, OnFinish):
+        return on_finish
+    given = {"task": on_finish} if isinstance(on_finish, str) else dict(on_finish)
+    try:
+        return OnFinish.model_validate(given)
+    except ValidationError:
+        raise InvalidInput("on_finish is a task's name, or takes task and queue") from None
 
 
 def _check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -14,29 +14,35 @@ from celery import Celery, Task
 
 from runner.loop import Loop, NextStep
 from tasks.accept import accept_goal
-from tasks.hints import CALL_TOOL, START, STEP, publish
+from tasks.deliver import store_started
+from tasks.hints import CALL_TOOL, PING, START, STEP, publish
 from tasks.requests import CallRequest, HiddenRequest
 
 
 def add_tasks(app: Celery, loop: Loop) -> None:
     """Give a worker's app the tasks of the loop."""
 
-    @app.task(name=START, bind=True, Request=HiddenRequest)
+    @app.task(name=START, bind=True, shared=False, Request=HiddenRequest)
     def start(self: Task, goal: str, agent: str, **options: Any) -> None:
         """Accept a goal from an app that has no client of ours; the task's id is the run's id."""
         run_id = self.request.id
         accept_goal(loop.store, goal, agent=agent, run_id=run_id, agents=loop.agents, **options)
-        publish(app, NextStep(run_id, 0))
+        store_started(app, run_id)
+        publish(app, loop.store, NextStep(run_id, 0))
 
-    @app.task(name=STEP)
+    @app.task(name=STEP, shared=False)
     def step(run_id: str, step: int) -> None:
-        publish(app, loop.advance(run_id, step))
+        publish(app, loop.store, loop.advance(run_id, step))
 
     class Call(CallRequest):
         """A call of this worker's loop."""
 
     Call.loop = loop
 
-    @app.task(name=CALL_TOOL, Request=Call)
+    @app.task(name=CALL_TOOL, shared=False, Request=Call)
     def call_tool(run_id: str, step: int, index: int) -> None:
-        publish(app, loop.call_tool(run_id, step, index))
+        publish(app, loop.store, loop.call_tool(run_id, step, index))
+
+    @app.task(name=PING, shared=False)
+    def ping(token: str) -> None:
+        loop.store.answer_ping(token)

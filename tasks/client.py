@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,12 +14,14 @@ from runner.agents import Agents
 from runner.errors import ResultTimeout, RunFinished, RunNotFound
 from runner.keys import check_run_id
 from runner.loop import NextStep, cancel_run
-from runner.models import Event, FinalResult, Principal, RunStatus, StopReason
+from runner.models import Event, FinalResult, Limits, OnFinish, Principal, RunStatus, StopReason
 from runner.record import RunInfo
-from runner.settings import Settings
+from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
 from runner.store import Outcome, RunStore
 from tasks.accept import accept_goal
-from tasks.hints import publish, publishing_config
+from tasks.config import publishing_config
+from tasks.deliver import close_backend, store_started
+from tasks.hints import PING, publish
 
 LOOK_EVERY = 2.0
 """Seconds that a reader waits in one request: well below the client's socket timeout."""
@@ -54,8 +57,13 @@ class Client:
         idempotency_key: str | None = None,
         principal: Principal | None = None,
         metadata: Mapping[str, JsonValue] | None = None,
+        on_finish: OnFinish | str | None = None,
     ) -> Run:
         """Accept a goal and return at once. From then on the run will end, whatever else fails.
+
+        `on_finish` names a Celery task (on the queue `celery` unless an `OnFinish` says another)
+        that is called with `result`, the `FinalResult` as a dict, once the run has ended: at least
+        once, each time under the task id `<run>.finished`.
 
         The same `idempotency_key` (within a tenant) gives the same run. Raises `InvalidInput`,
         `AgentError` or `RedisUnavailable`; then nothing was written.
@@ -68,13 +76,15 @@ class Client:
             principal=principal,
             metadata=metadata,
             idempotency_key=idempotency_key,
+            on_finish=on_finish,
         )
-        publish(self._app, NextStep(run_id, 0))
-        return Run(self.store, run_id)
+        store_started(self._app, run_id)
+        publish(self._app, self.store, NextStep(run_id, 0))
+        return Run(self.store, run_id, self._app)
 
     def get(self, run_id: str) -> Run:
         """The run of this id; `RunNotFound` where there is none."""
-        run = Run(self.store, check_run_id(run_id))
+        run = Run(self.store, check_run_id(run_id), self._app)
         run.info()
         return run
 
@@ -84,8 +94,22 @@ class Client:
         runs = (RunInfo.of(record) for record in self.store.list_runs(limit))
         return [info for info in runs if wanted in (None, info.status)]
 
+    def ping(self, queue: str, *, timeout: float = 5.0) -> float | None:
+        """Send a canary through a queue (`steps` or `tools`): the seconds that it took, or None.
+
+        A worker can be up and deaf; one that answers has taken a task and reached Redis.
+        """
+        token = uuid.uuid4().hex
+        started = time.monotonic()
+        name = {"steps": STEPS_QUEUE, "tools": TOOLS_QUEUE}[queue]
+        self._app.send_task(PING, args=(token,), queue=name, expires=timeout)
+        if self.store.wait_for_ping(token, timeout):
+            return time.monotonic() - started
+        return None
+
     def close(self) -> None:
         """Close connections; the client opens new ones when it is used again."""
+        close_backend(self._app)
         self._app.close()
         self.store.close()
 
@@ -99,9 +123,10 @@ class Client:
 class Run:
     """A handle on one run. It holds nothing but the id: each question is asked of Redis."""
 
-    def __init__(self, store: RunStore, run_id: str) -> None:
+    def __init__(self, store: RunStore, run_id: str, app: Celery) -> None:
         self.id = run_id
         self._store = store
+        self._app = app
 
     def __repr__(self) -> str:
         return f"Run({self.id!r})"
@@ -144,8 +169,6 @@ class Run:
             for event in found:
                 yield event
                 after = event.id
-                if event.type == "run.finished":
-                    return
             if ended and not found:
                 return
 
@@ -154,11 +177,32 @@ class Run:
 
         Raises `RunFinished` where the run has ended otherwise.
         """
-        outcome, stop_reason = cancel_run(self._store, self.id, reason)
-        if outcome is Outcome.STALE:
+        ended = cancel_run(self._store, self.id, reason)
+        if ended.outcome is Outcome.STALE:
             raise RunNotFound(f"no run {self.id}: nothing to cancel")
-        if outcome is Outcome.ALREADY and stop_reason is not StopReason.CANCELLED:
-            raise RunFinished(f"run {self.id} has already ended {stop_reason}; nothing was changed")
+        if ended.outcome is Outcome.ALREADY and ended.stop_reason is not StopReason.CANCELLED:
+            raise RunFinished(
+                f"run {self.id} has already ended {ended.stop_reason}; nothing was changed"
+            )
+
+    def resume(self, limits: Limits | None = None) -> None:
+        """Take a run up again that ended `MAX_STEPS`, `TIMEOUT`, `BUDGET_EXHAUSTED` or `ERROR`.
+
+        What it did stands: completed calls don't run again. `limits` (those of the run unless
+        given) count from here on: so many more steps, so much more time. Raises `RunFinished` where
+        the run ended otherwise, and does nothing where it runs.
+        """
+        record = self._store.read_run(self.id)
+        before = record.limits or Limits()
+        if limits is None and record.agent in (known := self._store.read_agents()):
+            limits = known[record.agent]
+        outcome = self._store.resume_run(record, limits or before)
+        if outcome is Outcome.FENCED:
+            raise RunFinished(
+                f"run {self.id} ended {record.stop_reason}, which can't be resumed; submit anew"
+            )
+        if outcome is Outcome.OK:
+            publish(self._app, self._store, NextStep(self.id, record.step))
 
     def messages(self) -> list[dict[str, Any]]:
         """The history as it is stored, the goal first."""

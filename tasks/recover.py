@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 from celery import Celery
 
 from runner.errors import CeleriacError
-from runner.loop import Finish, Loop, Skip
+from runner.loop import Loop, Skip
 from tasks.hints import publish
 
 logger = logging.getLogger(__name__)
+
+
+SWEEP_EVERY = 60.0
+"""Seconds between two looks at whether every unfinished run is in `due`: it always should be."""
 
 
 class Recoverer:
@@ -40,14 +45,17 @@ class Recoverer:
             found = self._loop.recover(run_id)
             if not isinstance(found, Skip):
                 logger.info("run=%s recovered: %s", run_id, type(found).__name__)
-            if not isinstance(found, Finish):
-                publish(self._app, found)
+            publish(self._app, self._loop.store, found)
         return len(run_ids)
 
     def _run(self) -> None:
-        # Children may be forked while this thread runs: it shares no connection with the tasks.
+        sweep_at = 0.0
         while not self._stopped.wait(self._every):
             try:
+                if time.monotonic() >= sweep_at:
+                    sweep_at = time.monotonic() + SWEEP_EVERY
+                    if swept := self._loop.store.sweep_runs():
+                        logger.error("%d runs were in nobody's care; they are due again", swept)
                 while self.recover_due() and not self._stopped.is_set():
                     pass
             except CeleriacError as error:

@@ -48,4 +48,6 @@ class CallRequest(Request):
         if self.worker_pid is None:
             return  # never begun: its hint is lost like any other
         run_id, step, index = self.args
-        publish(self.app, self.loop.lose_call(run_id, step, index, pid=self.worker_pid))
+        publish(
+            self.app, self.loop.store, self.loop.lose_call(run_id, step, index, pid=self.worker_pid)
+        )

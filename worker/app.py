@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import socket
@@ -10,30 +11,38 @@ from typing import Any
 from celery import Celery, bootsteps
 
 from runner.agents import Agents, load_agents
+from runner.errors import SettingsError
 from runner.loop import Loop
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
 from runner.store import RunStore
 from tasks.agent import add_tasks
 from tasks.hints import CALL_TOOL
 from tasks.recover import Recoverer
+from worker.checks import check_start
 from worker.config import HARD_LIMIT_MARGIN, worker_config
 from worker.control import replace_revoke
 from worker.shutdown import Drain
 
 QUEUES = {"steps": STEPS_QUEUE, "tools": TOOLS_QUEUE}
 
-POOLS = {"steps": "threads", "tools": "worker.pool:ToolPool"}
+DEFAULT_POOL = {"steps": "threads", "tools": "prefork"}
 """Steps wait for a model, so threads hold many; tools are users' code, each in its own process."""
+
+POOLS = {"prefork": "worker.pool:ToolPool", "threads": "threads", "solo": "solo"}
 
 CONCURRENCY = {"steps": 32, "tools": os.cpu_count() or 1}
 
 
-def make_app(settings: Settings, agents: Agents) -> Celery:
+def make_app(settings: Settings, agents: Agents, *, pool: str = "prefork") -> Celery:
     """A Celery app with the tasks of the loop and recovery in every worker that it starts."""
     app = Celery("celeriac")
     app.conf.update(worker_config(settings))
+    if settings.celery_config:
+        _add_config(app, settings.celery_config)
     store = RunStore(settings)
-    loop = Loop(store, agents, settings=settings, kill=end_process)
+    # Only a pool of processes can end one of them without ending the others' work.
+    kill = end_process if pool == "prefork" else None
+    loop = Loop(store, agents, settings=settings, kill=kill)
     add_tasks(app, loop)
     longest = max((tool.timeout for each in agents.values() for tool in each.toolbox), default=0)
     # The child ends its own tools in time; the parent's limit is for one that can't even do that.
@@ -62,23 +71,31 @@ def recovery_step(app: Celery, loop: Loop, settings: Settings) -> type[bootsteps
     return Recovery
 
 
-def run_worker(queue: str, *, concurrency: int | None = None, loglevel: str = "INFO") -> int:
+def run_worker(
+    queue: str,
+    *,
+    concurrency: int | None = None,
+    pool: str | None = None,
+    loglevel: str = "INFO",
+) -> int:
     """Serve one queue until told to stop; answers the exit code.
 
     Raises `CeleriacError` before anything is started where settings, agents or Redis aren't right.
     """
     settings = Settings.from_env()
     agents = load_agents(settings.agents)
+    pool = pool or DEFAULT_POOL[queue]
+    app = make_app(settings, agents, pool=pool)
     store = RunStore(settings)
     store.check()
+    check_start(app, store, settings, queue=queue, pool=pool)
     store.publish_agents({name: agent.limits for name, agent in agents.items()})
     store.close()
-    app = make_app(settings, agents)
     # One line for each request, with its URL, is the SDK's habit and not ours.
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     worker = app.Worker(
         hostname=f"{queue}-{os.getpid()}@{socket.gethostname()}",
-        pool=POOLS[queue],
+        pool=POOLS[pool],
         concurrency=concurrency or CONCURRENCY[queue],
         queues=[QUEUES[queue]],
         loglevel=loglevel,
@@ -89,6 +106,16 @@ def run_worker(queue: str, *, concurrency: int | None = None, loglevel: str = "I
     worker.start()
     code: int = worker.exitcode or 0
     return code
+
+
+def _add_config(app: Celery, module: str) -> None:
+    try:
+        loaded = importlib.import_module(module)
+    except ImportError as error:
+        raise SettingsError(f"CELERIAC_CELERY_CONFIG: can't import {module!r}: {error}") from error
+    app.conf.update(
+        {name: value for name, value in vars(loaded).items() if not name.startswith("_")}
+    )
 
 
 def end_process() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from runner.settings import STEPS_QUEUE, Settings
-from tasks.hints import publishing_config
+from tasks.config import publishing_config
 
 HARD_LIMIT_MARGIN = 10.0
 """Seconds beyond a tool's timeout and grace after which its parent kills the child regardless."""

@@ -52,8 +52,8 @@ def _cancel(store: RunStore, task_id: str) -> bool:
     if not RUN_ID.fullmatch(run_id):
         return False
     try:
-        outcome, _ = cancel_run(store, run_id, REASON)
+        ended = cancel_run(store, run_id, REASON)
     except CeleriacError as error:
         logger.warning("run=%s can't be cancelled by revoke: %s", run_id, error)
         return False
-    return outcome is not Outcome.STALE
+    return ended.outcome is not Outcome.STALE

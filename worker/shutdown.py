@@ -55,4 +55,4 @@ class Drain:
             return
         os.kill(pid, signal.SIGKILL)
         logger.info("run=%s call=%s.%s handed over", run_id, step, index)
-        publish(self._app, self._loop.lose_call(run_id, step, index, pid=pid))
+        publish(self._app, self._loop.store, self._loop.lose_call(run_id, step, index, pid=pid))

@@ -28,7 +28,7 @@
 -- ARGV[17] trace entry as JSON, or empty
 -- ARGV[18] event data as JSON
 -- ARGV[19] channel for the nudge
--- Returns OK | ALREADY | STALE | FENCED, with the stop reason that stands
+-- Returns OK | ALREADY | STALE | FENCED, with the stop reason that stands, and 1 where its end was promised to somebody
 local status, phase, step, epoch, stop = unpack(
   redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'epoch', 'stop_reason'))
 if not status then
@@ -65,7 +65,12 @@ end
 add_usage(KEYS[1], ARGV[11], ARGV[12], ARGV[13], ARGV[14], ARGV[15])
 redis.call('HSET', KEYS[1], 'status', 'finished', 'phase', 'ended', 'stop_reason', ARGV[3],
   'answer', ARGV[4], 'error', ARGV[5], 'limit', ARGV[6], 'ended', int(now), 'lease', 0)
-redis.call('ZREM', KEYS[8], ARGV[1])
+local promised = redis.call('HGET', KEYS[1], 'promised') == '1'
+if promised then
+  redis.call('ZADD', KEYS[8], int(now), ARGV[1])
+else
+  redis.call('ZREM', KEYS[8], ARGV[1])
+end
 redis.call('ZADD', KEYS[9], int(now + tonumber(ARGV[9])), ARGV[1])
 add_event(KEYS[6], ARGV[10], 'run.finished', '', '', ARGV[18])
 for i = 1, 7 do
@@ -74,4 +79,4 @@ end
 if ARGV[2] == '' then
   redis.call('PUBLISH', ARGV[19], ARGV[1])
 end
-return {'OK', ARGV[3]}
+return {'OK', ARGV[3], promised and '1' or nil}

@@ -12,9 +12,15 @@
 -- ARGV[1] id of the run
 -- ARGV[2] grace in ms
 -- ARGV[3] max_wait in ms between two looks
--- Returns STALE | EXPIRED | STEP | CALLS | WAIT, with the step and the indexes of its calls
+-- Returns STALE | DELIVER | EXPIRED | STEP | CALLS | WAIT, with the step and the indexes of its calls
 local status, phase, step, count = unpack(
   redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'calls'))
+local grace, max_wait = tonumber(ARGV[2]), tonumber(ARGV[3])
+if status == 'finished' and redis.call('HGET', KEYS[1], 'promised') == '1' then
+  local tries = redis.call('HINCRBY', KEYS[1], 'deliveries', 1)
+  redis.call('ZADD', KEYS[4], int(now + math.min(grace * 2 ^ (tries - 1), max_wait)), ARGV[1])
+  return {'DELIVER'}
+end
 if not status or status == 'finished' then
   redis.call('ZREM', KEYS[4], ARGV[1])
   return {'STALE'}
@@ -23,7 +29,6 @@ local deadline = numbers(KEYS[1], 'deadline')
 if now >= deadline then
   return {'EXPIRED', step}
 end
-local grace, max_wait = tonumber(ARGV[2]), tonumber(ARGV[3])
 
 -- Returns whether to publish a hint (again), and when to look next.
 local function look(hash, field, seen, queue)

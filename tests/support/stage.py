@@ -31,13 +31,17 @@ class Stage:
     def submit(self, replies: Sequence[Reply], *, agent: str = "helper", **options: Any) -> Run:
         """A run whose model answers with `replies` in order, and "done" after the last."""
         goal = f"goal {next(_numbers)}"
-        with self._lock:
-            self._scripts[goal] = iter(replies)
+        self.script(goal, replies)
         run = self.client.submit(goal, agent=agent, **options)
         with self._lock:
             self._scripts[run.id] = self._scripts[goal]
             self._bodies[run.id] = self._bodies[goal]
         return run
+
+    def script(self, goal: str, replies: Sequence[Reply]) -> None:
+        """What the model answers to this goal, whoever submits it."""
+        with self._lock:
+            self._scripts[goal] = iter(replies)
 
     def requests(self, run: Run) -> list[dict[str, Any]]:
         """The bodies that the model server was sent for this run, in order."""

@@ -1,0 +1,11 @@
+-- settle_run: what a run promised at its end has been delivered; nothing is due any more.
+-- KEYS[1] run HASH
+-- KEYS[2] due ZSET
+-- ARGV[1] id of the run
+-- Returns OK | STALE
+if redis.call('HGET', KEYS[1], 'status') ~= 'finished' then
+  return {'STALE'}
+end
+redis.call('HSET', KEYS[1], 'promised', 0)
+redis.call('ZREM', KEYS[2], ARGV[1])
+return {'OK'}

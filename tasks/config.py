@@ -1,0 +1,40 @@
+"""What a process needs of Celery that only publishes; workers add to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runner.settings import Settings
+
+
+def publishing_config(settings: Settings) -> dict[str, Any]:
+    return {
+        "broker_url": settings.queue_url,
+        # Nothing but JSON is ever sent or read: a pickle from a stranger is refused, not run.
+        "task_serializer": "json",
+        "accept_content": ["json"],
+        "result_serializer": "json",
+        "result_accept_content": ["json"],
+        # The run's record is the result; a result backend would hold a second, weaker truth.
+        "task_ignore_result": True,
+        **({"result_backend": settings.result_backend} if settings.result_backend else {}),
+        # A broker that is away costs a submit about a second: recovery publishes later.
+        "task_publish_retry_policy": {
+            "max_retries": 2,
+            "interval_start": 0.1,
+            "interval_step": 0.2,
+            "interval_max": 0.5,
+        },
+        # The default waits for a free connection for ever.
+        "broker_pool_acquire_timeout": 5,
+        "broker_transport_options": {
+            # The broker's own book of unacknowledged messages buys nothing here: the run's record
+            # recovers a lost hint, and redelivery after a visibility timeout would double it.
+            "ack_emulation": False,
+            # A half-open connection is found within seconds, not within a minute.
+            "socket_timeout": 10,
+            "socket_connect_timeout": 3,
+            "socket_keepalive": True,
+            "health_check_interval": 5,
+        },
+    }

@@ -1,0 +1,73 @@
+"""Delivers the end of a run to who asked for it: a task of the user's, and `AsyncResult(run_id)`.
+
+At least once: a run stays in `due` until this has gone through, so a repeat has the same task id.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from celery import Celery, states
+
+from runner.errors import CeleriacError
+from runner.models import FinalResult, StopReason
+from runner.store import RunStore
+
+logger = logging.getLogger(__name__)
+
+
+class RunFailed(CeleriacError):
+    """What `AsyncResult(run_id).get()` raises for a run that didn't complete."""
+
+
+def deliver(app: Celery, store: RunStore, run_id: str) -> None:
+    """Hand over the result of a finished run, and settle what it promised."""
+    result = store.read_result(run_id)
+    if result is None:
+        return
+    store_ended(app, result)
+    on_finish = store.read_run(run_id).on_finish
+    if on_finish is not None:
+        app.send_task(
+            on_finish.task,
+            kwargs={"result": result.model_dump(mode="json")},
+            kwargsrepr="{...}",  # an answer is content: neither logs nor Flower show it
+            task_id=f"{run_id}.finished",
+            root_id=run_id,
+            queue=on_finish.queue,
+        )
+    store.settle_run(run_id)
+
+
+def store_started(app: Celery, run_id: str) -> None:
+    """Let `AsyncResult(run_id)` say `STARTED`, where a result backend is set."""
+    if not app.conf.result_backend:
+        return
+    try:
+        app.backend.store_result(run_id, None, states.STARTED)
+    except Exception as error:  # noqa: BLE001 - any backend's any error; the run is accepted
+        logger.warning("run=%s can't tell the result backend: %s", run_id, type(error).__name__)
+
+
+def store_ended(app: Celery, result: FinalResult) -> None:
+    if not app.conf.result_backend:
+        return
+    match result.stop_reason:
+        case StopReason.COMPLETED:
+            app.backend.store_result(result.run_id, result.model_dump(mode="json"), states.SUCCESS)
+        case StopReason.CANCELLED:
+            app.backend.mark_as_revoked(result.run_id, reason=_reason(result))
+        case _:
+            app.backend.store_result(result.run_id, RunFailed(_reason(result)), states.FAILURE)
+
+
+def close_backend(app: Celery) -> None:
+    """Close the result backend's connections, which `app.close()` leaves open."""
+    if app.conf.result_backend:
+        app.backend.result_consumer.stop()
+        app.backend.client.close()
+
+
+def _reason(result: FinalResult) -> str:
+    message = result.error.message if result.error else ""
+    return f"{result.stop_reason}: {message}"
