@@ -34,6 +34,7 @@ from runner.context import (
 )
 from runner.decide import count_invalid, decide_calls
 from runner.errors import AgentError, ModelError
+from runner.failpoints import Point, reach
 from runner.model import OpenAIModel, retry_delay
 from runner.models import (
     SCHEMA_VERSION,
@@ -185,6 +186,7 @@ class Loop:
         record = begun.record
         if begun.outcome is not Outcome.OK:
             return self._stop(record, begun.outcome)
+        reach(Point.STEP_BEGUN)
         started = time.monotonic()
         asked = _Asked()
         try:
@@ -202,11 +204,14 @@ class Loop:
             return NextStep(run_id, step) if done else Skip(run_id, outcome)
         finally:
             _log_step(record, asked, started)
+        reach(Point.STEP_ANSWERED)
         match reply:
             case Final():
-                return self._finish(agent, record, reply, asked)
+                answer = self._finish(agent, record, reply, asked)
             case ToolCalls():
-                return self._call_tools(agent, record, reply, asked)
+                answer = self._call_tools(agent, record, reply, asked)
+        reach(Point.STEP_COMMITTED)
+        return answer
 
     def _honour(self, record: RunRecord) -> tuple[Agent, RunRecord]:
         """The run's agent, and the record with limits in it."""
@@ -396,8 +401,10 @@ class Loop:
             return Skip(run_id, call)
         if call.outcome is Outcome.EXPIRED:
             return self._stop(call.record, call.outcome)
+        reach(Point.CALL_BEGUN)
         tool = self._tool(call)
         executed = self._calls.run(call, tool)
+        reach(Point.CALL_RAN)
         if isinstance(executed, Outcome):
             return self._let_go(call.record, executed)
         result = executed.result
@@ -407,7 +414,9 @@ class Loop:
             delay = RETRY_DELAY * 2 ** (call.attempt - 1)
             outcome = self.store.retry_call(call, delay=delay, result=result)
             return Wait(run_id) if outcome is Outcome.OK else Skip(run_id, outcome)
-        return self._record(run_id, step, index, executed)
+        answer = self._record(run_id, step, index, executed)
+        reach(Point.CALL_RECORDED)
+        return answer
 
     def _record(self, run_id: str, step: int, index: int, executed: Executed) -> Next:
         fatal = None

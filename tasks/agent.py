@@ -12,6 +12,7 @@ from typing import Any
 
 from celery import Celery, Task
 
+from runner.failpoints import Point, reach
 from runner.loop import Loop, NextStep
 from tasks.accept import accept_goal
 from tasks.deliver import store_started
@@ -33,6 +34,7 @@ def add_tasks(app: Celery, loop: Loop) -> None:
     @app.task(name=STEP, shared=False)
     def step(run_id: str, step: int) -> None:
         publish(app, loop.store, loop.advance(run_id, step))
+        reach(Point.STEP_PUBLISHED)
 
     class Call(CallRequest):
         """A call of this worker's loop."""
@@ -42,6 +44,7 @@ def add_tasks(app: Celery, loop: Loop) -> None:
     @app.task(name=CALL_TOOL, shared=False, Request=Call)
     def call_tool(run_id: str, step: int, index: int) -> None:
         publish(app, loop.store, loop.call_tool(run_id, step, index))
+        reach(Point.CALL_PUBLISHED)
 
     @app.task(name=PING, shared=False)
     def ping(token: str) -> None:

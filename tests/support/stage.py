@@ -6,13 +6,15 @@ import contextlib
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from support.fleet import Fleet, fleet, url_of, valkey
 from support.model_server import ModelServer, Reply, final
 from tasks import Client, Run
+
+Script = Callable[[dict[str, Any]], Reply]
 
 _numbers = itertools.count()
 
@@ -22,26 +24,27 @@ class Stage:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._scripts: dict[str, Iterator[Reply]] = {}
+        self._scripts: dict[str, Script] = {}
         self._bodies: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.model: ModelServer
         self.fleet: Fleet
         self.client: Client
 
-    def submit(self, replies: Sequence[Reply], *, agent: str = "helper", **options: Any) -> Run:
+    def submit(
+        self, replies: Sequence[Reply] | Script, *, agent: str = "helper", **options: Any
+    ) -> Run:
         """A run whose model answers with `replies` in order, and "done" after the last."""
         goal = f"goal {next(_numbers)}"
         self.script(goal, replies)
         run = self.client.submit(goal, agent=agent, **options)
         with self._lock:
-            self._scripts[run.id] = self._scripts[goal]
             self._bodies[run.id] = self._bodies[goal]
         return run
 
-    def script(self, goal: str, replies: Sequence[Reply]) -> None:
+    def script(self, goal: str, replies: Sequence[Reply] | Script) -> None:
         """What the model answers to this goal, whoever submits it."""
         with self._lock:
-            self._scripts[goal] = iter(replies)
+            self._scripts[goal] = replies if callable(replies) else in_order(replies)
 
     def requests(self, run: Run) -> list[dict[str, Any]]:
         """The bodies that the model server was sent for this run, in order."""
@@ -57,7 +60,24 @@ class Stage:
         goal = next(each["content"] for each in body["messages"] if each["role"] == "user")
         with self._lock:
             self._bodies[goal].append(body)
-            return next(self._scripts.get(goal, iter(())), final("done"))
+            script = self._scripts.get(goal, in_order([]))
+            return script(body)
+
+
+def in_order(replies: Sequence[Reply]) -> Script:
+    """One reply after the other, whatever is asked; "done" after the last."""
+    left = iter(replies)
+    return lambda _: next(left, final("done"))
+
+
+def by_turn(replies: Sequence[Reply]) -> Script:
+    """The reply that belongs to the history that is sent: asked again, it answers the same."""
+
+    def reply(body: dict[str, Any]) -> Reply:
+        turn = sum(each["role"] == "assistant" for each in body["messages"])
+        return replies[turn] if turn < len(replies) else final("done")
+
+    return reply
 
 
 @contextlib.contextmanager
