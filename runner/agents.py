@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from runner.errors import AgentError
+from runner.errors import AgentError, UnknownAgent
 from runner.models import Limits, Model, Retry
 from runner.tools import Tool, Toolbox
 
@@ -82,7 +82,7 @@ class Agents(Mapping[str, Agent]):
             return self._agents[name]
         except KeyError:
             known = ", ".join(sorted(self._agents)) or "none"
-            raise AgentError(f"no agent named {name!r}; known agents: {known}") from None
+            raise UnknownAgent(f"no agent named {name!r}; known agents: {known}") from None
 
     def __contains__(self, name: object) -> bool:
         return name in self._agents

@@ -23,6 +23,12 @@ class AgentError(CeleriacError):
     """An agent is missing, defined twice, or its module can't be imported."""
 
 
+class UnknownAgent(AgentError, KeyError):
+    """This process has no agent of that name."""
+
+    __str__ = Exception.__str__  # a KeyError would show the message's repr
+
+
 class ToolDefinitionError(CeleriacError):
     """A tool or an agent's list of tools was refused when it was defined.
 
@@ -44,6 +50,10 @@ class InvalidInput(CeleriacError):
 
 class RunNotFound(CeleriacError):
     """There is no record of such a run: never made, deleted, or past its retention."""
+
+
+class SchemaError(CeleriacError):
+    """The run's record is of a newer version than this process can read."""
 
 
 class RunFinished(CeleriacError):

@@ -33,11 +33,10 @@ from runner.context import (
     tool_message,
 )
 from runner.decide import count_invalid, decide_calls
-from runner.errors import AgentError, ModelError
+from runner.errors import ModelError
 from runner.failpoints import Point, reach
 from runner.model import OpenAIModel, retry_delay
 from runner.models import (
-    SCHEMA_VERSION,
     Final,
     Limits,
     Model,
@@ -59,6 +58,12 @@ from runner.store import BegunCall, EndedRun, Outcome, RunStore
 from runner.tools import Executed, Tool, error_result
 
 logger = logging.getLogger(__name__)
+
+PASS_ON_DELAY = 1.0
+"""Seconds until another worker is to look at what this one can't handle."""
+
+MAX_PASSES = 10
+"""How often a call is passed on by workers that lack its tool, before the model is told."""
 
 RETRY_DELAY = 0.5
 """Seconds before an idempotent tool that timed out is started again; doubled each time."""
@@ -187,13 +192,22 @@ class Loop:
         if begun.outcome is not Outcome.OK:
             return self._stop(record, begun.outcome)
         reach(Point.STEP_BEGUN)
-        started = time.monotonic()
-        asked = _Asked()
+        started, asked = time.monotonic(), _Asked()
         try:
-            agent, record = self._honour(record)
+            answer = self._take_step(record, asked)
+        finally:
+            _log_step(record, asked, started)
+        reach(Point.STEP_COMMITTED)
+        return answer
+
+    def _take_step(self, record: RunRecord, asked: _Asked) -> Next:
+        agent = self.agents.get(record.agent)
+        if agent is None:
+            return self._without_agent(record, asked)
+        if record.limits is None:
+            record = self.store.adopt_limits(record.run_id, agent.limits) or record
+        try:
             reply = self._ask(agent, record, asked)
-        except AgentError as error:
-            return self._fail(record, RunErrorType.CONFIG_ERROR, str(error), asked)
         except ModelError as error:
             return self._fail_or_wait(record, agent, error, asked)
         except _LetGo as reason:
@@ -201,28 +215,29 @@ class Loop:
         except _Released:
             outcome = self.store.release_step(record)
             done = outcome in (Outcome.OK, Outcome.ALREADY)
-            return NextStep(run_id, step) if done else Skip(run_id, outcome)
-        finally:
-            _log_step(record, asked, started)
+            return NextStep(record.run_id, record.step) if done else Skip(record.run_id, outcome)
         reach(Point.STEP_ANSWERED)
         match reply:
             case Final():
-                answer = self._finish(agent, record, reply, asked)
+                return self._finish(agent, record, reply, asked)
             case ToolCalls():
-                answer = self._call_tools(agent, record, reply, asked)
-        reach(Point.STEP_COMMITTED)
-        return answer
+                return self._call_tools(agent, record, reply, asked)
 
-    def _honour(self, record: RunRecord) -> tuple[Agent, RunRecord]:
-        """The run's agent, and the record with limits in it."""
-        if record.schema > SCHEMA_VERSION:
-            raise AgentError(
-                "this run was written by a newer version; upgrade the workers before the clients"
-            )
-        agent = self.agents[record.agent]
-        if record.limits is None:
-            record = self.store.adopt_limits(record.run_id, agent.limits) or record
-        return agent, record
+    def _without_agent(self, record: RunRecord, asked: _Asked) -> Next:
+        """Leave the step to a worker that has its agent, if any has: mid-deployment, say."""
+        if record.agent not in self.store.read_agents():
+            known = ", ".join(sorted(self.agents)) or "none"
+            message = f"no agent named {record.agent!r}; known agents: {known}"
+            return self._fail(record, RunErrorType.CONFIG_ERROR, message, asked)
+        outcome = self.store.park_step(
+            record,
+            delay=PASS_ON_DELAY,
+            usage=Usage(),
+            trace={"kind": "passed_on", "step": record.step},
+            event={"reason": "UNKNOWN_AGENT", "delay": PASS_ON_DELAY},
+            attempts=0,
+        )
+        return Wait(record.run_id) if outcome is Outcome.OK else self._let_go(record, outcome)
 
     def _ask(self, agent: Agent, record: RunRecord, asked: _Asked) -> ModelReply:
         """Ask until the answer can be used; ask again at most `response_retries` times."""
@@ -409,6 +424,12 @@ class Loop:
             return self._let_go(call.record, executed)
         result = executed.result
         _log_call(call.record, result)
+        if tool is None and call.outcome is Outcome.OK:
+            outcome = self.store.retry_call(
+                call, delay=PASS_ON_DELAY, result=result, passes=MAX_PASSES
+            )
+            if outcome is not Outcome.LOST:
+                return Wait(run_id) if outcome is Outcome.OK else Skip(run_id, outcome)
         timed_out = result.error is not None and result.error.type == ToolErrorType.TIMEOUT
         if timed_out and tool is not None and tool.idempotent and call.attempt < tool.attempts:
             delay = RETRY_DELAY * 2 ** (call.attempt - 1)

@@ -10,7 +10,9 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from runner.errors import SchemaError
 from runner.models import (
+    SCHEMA_VERSION,
     Event,
     Frozen,
     Limits,
@@ -160,6 +162,10 @@ def parse_record(run_id: str, fields: Mapping[str, str], now: int) -> RunRecord:
         text = fields.get(name)
         return RunError.model_validate_json(text) if text else None
 
+    if number("schema") > SCHEMA_VERSION:
+        raise SchemaError(
+            f"run {run_id} was written by a newer version of celeriac; upgrade this one to read it"
+        )
     limits, principal, stop, on_finish = (
         fields.get(name) for name in ("limits", "principal", "stop_reason", "on_finish")
     )

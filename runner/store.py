@@ -91,6 +91,7 @@ class Outcome(StrEnum):
     FENCED = "FENCED"
     LAST = "LAST"
     LOST = "LOST"
+    NEWER = "NEWER"
     OK = "OK"
     POISONED = "POISONED"
     STALE = "STALE"
@@ -364,6 +365,7 @@ class RunStore:
                 MAX_DEATHS,
                 self.settings.max_events,
                 self._attempt_id(),
+                SCHEMA_VERSION,
             ],
         )
         if len(reply) == 1:
@@ -440,6 +442,7 @@ class RunStore:
         usage: Usage,
         trace: dict[str, Any],
         event: dict[str, Any],
+        attempts: int = 1,
     ) -> Outcome:
         """Let go of a step for `delay` seconds; recovery brings it back."""
         run_id = record.run_id
@@ -455,6 +458,7 @@ class RunStore:
                 *usage_args(usage),
                 dump(trace),
                 dump(event),
+                attempts,
             ],
         )
 
@@ -471,7 +475,14 @@ class RunStore:
                 keys.events(run_id),
                 keys.seen(TOOLS_QUEUE),
             ],
-            [step, index, ms(self.settings.lease), self.settings.max_events, self._attempt_id()],
+            [
+                step,
+                index,
+                ms(self.settings.lease),
+                self.settings.max_events,
+                self._attempt_id(),
+                SCHEMA_VERSION,
+            ],
         )
         if len(reply) == 1:
             return Outcome(reply[0])
@@ -486,8 +497,13 @@ class RunStore:
             [call.record.step, call.index, call.epoch, ms(self.settings.lease)],
         )
 
-    def retry_call(self, call: BegunCall, *, delay: float, result: ToolResult) -> Outcome:
-        """Put a call back after a failure that may pass; `result` is kept in the trace alone."""
+    def retry_call(
+        self, call: BegunCall, *, delay: float, result: ToolResult, passes: int = 0
+    ) -> Outcome:
+        """Put a call back after a failure that may pass; `result` is kept in the trace alone.
+
+        `passes`: the tool wasn't started, and may be passed on so many times (then `LOST`).
+        """
         run_id, step = call.record.run_id, call.record.step
         return self._word(
             "retry_call",
@@ -507,6 +523,7 @@ class RunStore:
                 self.settings.max_events,
                 dump(result_trace(step, result) | {"kind": "retried_result"}),
                 dump(call_summary(result) | {"delay": delay}),
+                passes,
             ],
         )
 

@@ -8,7 +8,7 @@ import time
 
 from celery import Celery
 
-from runner.errors import CeleriacError
+from runner.errors import CeleriacError, SchemaError
 from runner.loop import Loop, Skip
 from tasks.hints import publish
 
@@ -42,7 +42,11 @@ class Recoverer:
         """Look once; answers how many runs were due."""
         run_ids = self._loop.store.claim_due()
         for run_id in run_ids:
-            found = self._loop.recover(run_id)
+            try:
+                found = self._loop.recover(run_id)
+            except SchemaError as error:
+                logger.debug("run=%s is left to others: %s", run_id, error)
+                continue
             if not isinstance(found, Skip):
                 logger.info("run=%s recovered: %s", run_id, type(found).__name__)
             publish(self._app, self._loop.store, found)

@@ -10,7 +10,8 @@
 -- ARGV[3] lease in ms
 -- ARGV[4] max_events kept in the stream
 -- ARGV[5] attempt id, so that the same request sent twice gets the same answer
--- Returns OK | STALE | CANCELLED | DUPLICATE | EXPIRED | BUSY | LOST | POISONED, with now, the call's decision, starts and epoch, and the record
+-- ARGV[6] schema that the worker can read
+-- Returns OK | STALE | CANCELLED | DUPLICATE | EXPIRED | BUSY | LOST | POISONED | NEWER, with now, the call's decision, starts and epoch, and the record
 local status, phase, step, stop = unpack(
   redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'stop_reason'))
 if not status then
@@ -21,6 +22,9 @@ if status == 'finished' then
 end
 if step ~= ARGV[1] or phase ~= 'tools' then
   return {'STALE'}
+end
+if numbers(KEYS[1], 'schema') > tonumber(ARGV[6]) then
+  return {'NEWER'}
 end
 local field = ARGV[2] .. '.'
 local decision, state = unpack(redis.call('HMGET', KEYS[2], field .. 'decision', field .. 'state'))

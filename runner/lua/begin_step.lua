@@ -7,7 +7,8 @@
 -- ARGV[3] max_deaths of attempts in one step
 -- ARGV[4] max_events kept in the stream
 -- ARGV[5] attempt id, so that the same request sent twice gets the same answer
--- Returns OK | STALE | CANCELLED | FAILED | EXPIRED | CAPPED | EXHAUSTED | BUSY | POISONED, with now and the record
+-- ARGV[6] schema that the worker can read
+-- Returns OK | STALE | CANCELLED | FAILED | EXPIRED | CAPPED | EXHAUSTED | BUSY | POISONED | NEWER, with now and the record
 local status, phase, step, stop = unpack(
   redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'stop_reason'))
 if not status then
@@ -18,6 +19,9 @@ if status == 'finished' then
 end
 if step ~= ARGV[1] or phase ~= 'model' then
   return {'STALE'}
+end
+if numbers(KEYS[1], 'schema') > tonumber(ARGV[6]) then
+  return {'NEWER'}
 end
 local function answer(word)
   return {word, int(now), redis.call('HGETALL', KEYS[1])}

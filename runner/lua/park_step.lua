@@ -15,6 +15,7 @@
 -- ARGV[10] unknown_usage count
 -- ARGV[11] trace entry as JSON
 -- ARGV[12] event data as JSON
+-- ARGV[13] attempts that this one counts for: 1, or 0 where no model was asked
 -- Returns OK | ALREADY | STALE | FENCED | CANCELLED
 local status, phase, step, epoch, stop, lease = unpack(
   redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'epoch', 'stop_reason', 'lease'))
@@ -33,7 +34,7 @@ end
 local not_before = now + tonumber(ARGV[4])
 redis.call('HSET', KEYS[1], 'status', 'waiting', 'lease', 0, 'deaths', 0,
   'not_before', int(not_before))
-redis.call('HINCRBY', KEYS[1], 'model_attempts', 1)
+redis.call('HINCRBY', KEYS[1], 'model_attempts', ARGV[13])
 add_usage(KEYS[1], ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10])
 redis.call('RPUSH', KEYS[3], ARGV[11])
 redis.call('ZADD', KEYS[4], int(math.min(not_before, numbers(KEYS[1], 'deadline'))), ARGV[1])

@@ -12,7 +12,8 @@
 -- ARGV[6] max_events kept in the stream
 -- ARGV[7] trace entry as JSON
 -- ARGV[8] event data as JSON
--- Returns OK | ALREADY | STALE | FENCED | CANCELLED
+-- ARGV[9] passes: how often a worker that lacks the tool may pass it on, 0 where the tool was started
+-- Returns OK | ALREADY | STALE | FENCED | CANCELLED | LOST
 local status, phase, step, stop = unpack(
   redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'stop_reason'))
 if not status then
@@ -31,6 +32,12 @@ if epoch ~= ARGV[4] or state == 'done' then
 end
 if state == 'queued' then
   return {'ALREADY'}
+end
+if tonumber(ARGV[9]) > 0 then
+  if redis.call('HINCRBY', KEYS[2], field .. 'passes', 1) > tonumber(ARGV[9]) then
+    return {'LOST'}
+  end
+  redis.call('HINCRBY', KEYS[2], field .. 'started', -1)
 end
 local not_before = int(now + tonumber(ARGV[5]))
 redis.call('HSET', KEYS[2], field .. 'state', 'queued', field .. 'lease', 0,
