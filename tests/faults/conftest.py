@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from support.stage import Stage, open_stage
-
-OpenStage = Callable[..., Stage]
+from support.stage import OpenStage, Stage, open_stage
 
 
 @pytest.fixture

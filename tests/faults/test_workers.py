@@ -13,10 +13,8 @@ from celery import Celery
 
 from runner import StopReason
 from support.model_server import calls, final
-from support.stage import Stage
+from support.stage import OpenStage, Stage
 from tasks import Run
-
-OpenStage = type(Stage)
 
 LEASE = 2.0
 

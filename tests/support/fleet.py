@@ -41,6 +41,11 @@ def valkey(folder: Path, **config: Any) -> Iterator[ValkeyServer]:
         server.stop()
 
 
+def raw_client(url: str) -> Any:
+    """A client of no type, to look at keys that no method shows."""
+    return connect(url)
+
+
 def url_of(server: ValkeyServer) -> str:
     return f"redis://127.0.0.1:{server.port}/0"
 

@@ -64,6 +64,9 @@ class Stage:
             return script(body)
 
 
+OpenStage = Callable[..., Stage]
+
+
 def in_order(replies: Sequence[Reply]) -> Script:
     """One reply after the other, whatever is asked; "done" after the last."""
     left = iter(replies)

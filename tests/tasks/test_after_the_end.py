@@ -12,7 +12,7 @@ from celery import Celery
 from celery.result import AsyncResult
 
 from runner import InvalidInput, Limits, RunFinished, StopReason
-from support.fleet import connect, fleet
+from support.fleet import fleet, raw_client
 from support.model_server import calls, error, final
 from support.stage import Stage
 from tasks.deliver import RunFailed, close_backend
@@ -20,7 +20,7 @@ from tasks.deliver import RunFailed, close_backend
 
 def popped(stage: Stage, queue: str) -> list[dict[str, Any]]:
     """The messages on a queue of the user's, taken off."""
-    client = connect(stage.fleet.redis_url)
+    client = raw_client(stage.fleet.redis_url)
     found = client.lpop(queue, 100) or []
     client.close()
     return [json.loads(text) for text in found]

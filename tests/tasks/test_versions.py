@@ -8,7 +8,7 @@ import pytest
 
 from runner import StopReason
 from runner.errors import SchemaError
-from support.fleet import Fleet, connect, fleet, url_of, valkey
+from support.fleet import Fleet, fleet, raw_client, url_of, valkey
 from support.model_server import ModelServer, calls, final
 
 NEW_AGENT = """
@@ -102,7 +102,7 @@ def test_a_record_of_a_newer_schema_is_left_alone(other_agents: Path) -> None:
         made.client() as client,
     ):
         newer = client.submit("go", agent="fresh")
-        redis = connect(made.redis_url)
+        redis = raw_client(made.redis_url)
         redis.hset(f"celeriac:{newer.id}", "schema", 99)
         start_with(made, "steps", "new_agents")
         canary = client.submit("go too", agent="fresh")
@@ -120,7 +120,7 @@ def test_a_record_of_a_newer_schema_is_left_alone(other_agents: Path) -> None:
 
 
 def types(made: Fleet, run_id: str) -> list[str]:
-    redis = connect(made.redis_url)
+    redis = raw_client(made.redis_url)
     entries = redis.xrange(f"celeriac:{run_id}:events")
     redis.close()
     return [fields["type"] for _, fields in entries]

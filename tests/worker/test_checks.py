@@ -17,7 +17,8 @@ from worker.checks import _check_config, _check_pool, check_redis_url
 def refused_with(redis_url: str, folder: Path, queue: str, code: str = "", **environ: str) -> str:
     """Start a worker that won't start; returns what it said."""
     (folder / "shop_config.py").write_text(code)
-    with fleet(redis_url, folder, **environ) as made:
+    with fleet(redis_url, folder) as made:
+        made.environ.update(environ)
         made.environ["PYTHONPATH"] += f":{folder}"
         name = made.start(queue)
         assert made.workers[name].wait(20) != 0
