@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from functools import partial
 
 import pytest
 from celery import Celery
@@ -196,8 +197,8 @@ def test_r25_a_rolling_restart_fails_no_run_and_repeats_no_step(open_fleet: Open
         for _ in range(30)
     ]
     for queue in ("steps", "tools"):
-        stage.fleet.start(queue, name=f"{queue}-new")
-        stage.fleet.wait_for(lambda queue=queue: "ready" in stage.fleet.log(f"{queue}-new"))
+        new = stage.fleet.start(queue, name=f"{queue}-new")
+        stage.fleet.wait_for(partial(is_ready, stage, new))
         assert stage.fleet.stop(queue, signal.SIGTERM, timeout=30) == 0
 
     assert [run.result(timeout=60).stop_reason for run in runs] == [StopReason.COMPLETED] * 30
@@ -205,6 +206,10 @@ def test_r25_a_rolling_restart_fails_no_run_and_repeats_no_step(open_fleet: Open
         steps = [each.step for each in run.events() if each.type == "model.answered"]
         assert steps == [0, 1, 2]
         assert len(stage.requests(run)) == 3
+
+
+def is_ready(stage: Stage, name: str) -> bool:
+    return "ready" in stage.fleet.log(name)
 
 
 def types(run: Run) -> list[str]:
