@@ -7,10 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+import redis
+
 from runner.errors import SettingsError
 
 STEPS_QUEUE = "celeriac.steps"
 TOOLS_QUEUE = "celeriac.tools"
+
+LONGEST = 10.0**9
+"""Seconds, about thirty years: whatever is longer is a slip."""
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 
@@ -49,17 +54,17 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("redis_url", "broker_url"):
             url = getattr(self, name)
-            if url and urlsplit(url).scheme not in REDIS_SCHEMES:
+            if url and not _is_redis_url(url):
                 raise SettingsError(
                     f"{_variable(name)} must be a redis://, rediss:// or unix:// URL; "
                     "for a local server: redis://127.0.0.1:6379/0"
                 )
         positive = ("model_timeout", "lease", "renew_every", "hint_grace", "recover_every")
         for name in (*positive, "retention", "max_events", "max_goal_chars"):
-            if not getattr(self, name) > 0:
-                raise SettingsError(f"{_variable(name)} must be greater than 0")
-        if not self.drain >= 0:
-            raise SettingsError("CELERIAC_DRAIN must be 0 or more")
+            if not 0 < getattr(self, name) < LONGEST:
+                raise SettingsError(f"{_variable(name)} must be greater than 0, and finite")
+        if not 0 <= self.drain < LONGEST:
+            raise SettingsError("CELERIAC_DRAIN must be 0 or more, and finite")
         if self.renew_every >= self.lease:
             raise SettingsError(
                 "CELERIAC_RENEW_EVERY must be smaller than CELERIAC_LEASE, or every attempt would "
@@ -81,6 +86,15 @@ class Settings:
             if text:
                 given[name] = _parse(name, text, default)
         return cls(**given)  # type: ignore[arg-type]
+
+
+def _is_redis_url(url: str) -> bool:
+    """Whether redis-py can make a client of it; nothing is connected."""
+    try:
+        redis.ConnectionPool.from_url(url)
+    except (ValueError, TypeError):
+        return False
+    return urlsplit(url).scheme in REDIS_SCHEMES
 
 
 def _defaults() -> dict[str, object]:

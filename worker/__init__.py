@@ -1,0 +1,1 @@
+"""The worker process: its Celery app, its configuration, and the command line."""

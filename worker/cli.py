@@ -1,0 +1,429 @@
+"""The command line. What a script relies on: exit codes, one line of error on stderr, `--json`.
+
+| code | meaning |
+|---|---|
+| 0   | done; for `run` and `submit --wait`: the run ended `COMPLETED` |
+| 1   | the run ended otherwise (its stop reason says how); `ping`: no answer |
+| 2   | bad input or configuration; nothing was changed |
+| 3   | Redis can't be reached, or what answers isn't Redis |
+| 4   | there is no such run |
+| 5   | the run had already ended, so it can't be cancelled (or not so that it can be resumed) |
+| 130 | interrupted |
+| 141 | whoever read the output went away |
+
+Imports stand inside the commands, so that a light one doesn't wait for Celery.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from runner.agents import Agents
+    from runner.models import FinalResult
+    from runner.settings import Settings
+    from tasks import Client
+    from worker.show import Style
+
+GOAL = "What is in this folder, and what does its README say?"
+
+DONE, ENDED_OTHERWISE, BAD_INPUT, NO_REDIS, NO_RUN, HAD_ENDED = range(6)
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+STATUSES = ("queued", "running", "waiting", "finished")
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+EXIT_CODES = """\
+exit codes:
+  0    done; for run and submit --wait: the run ended COMPLETED
+  1    the run ended otherwise; ping: no worker answered
+  2    bad input or configuration; nothing was changed
+  3    Redis can't be reached, or what answers isn't Redis
+  4    no such run
+  5    the run had already ended (cancel, resume)
+  130  interrupted
+  141  whoever read the output went away
+
+environment:
+  CELERIAC_REDIS_URL   where the runs are; redis://127.0.0.1:6379/0 unless set
+  CELERIAC_AGENTS      the modules that define agents, e.g. shop.agents,shop.more
+  CELERIAC_MODEL       the model of agents that name none
+  OPENAI_API_KEY, OPENAI_BASE_URL   the model's endpoint, for the steps worker
+"""
+
+NOT_REDIS = "what answers at CELERIAC_REDIS_URL isn't Redis; check host and port"
+
+MAX_READ = 64 * 1024 * 1024
+MAX_ERROR = 1_000
+EVENT_ID = re.compile(r"\d{1,18}(-\d{1,18})?")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; answers the exit code. Only the parser ends by `SystemExit`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that can't show a character is no reason to fail.
+            stream.reconfigure(errors="backslashreplace")
+    options = make_parser().parse_args(argv)
+    try:
+        code: int = options.command(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Nor may the interpreter's own flush at its end complain.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        print("celeriac: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        known = explain(error)
+        if known is None:
+            raise
+        code, message = known
+        _print_error(message)
+        _print_log(error)
+    return code
+
+
+def explain(error: Exception) -> tuple[int, str] | None:
+    """The exit code and the line for an error that can be foreseen; None for a bug."""
+    import redis
+    from pydantic import ValidationError
+
+    from runner import errors
+
+    match error:
+        case errors.RunNotFound():
+            return NO_RUN, str(error)
+        case errors.RunFinished():
+            return HAD_ENDED, str(error)
+        case errors.RedisUnavailable():
+            closed = type(error.__cause__) is redis.ConnectionError
+            return NO_REDIS, NOT_REDIS if closed and _is_not_redis() else str(error)
+        case redis.RedisError():
+            return NO_REDIS, f"Redis refused a command; check its version and settings: {error}"
+        case errors.CeleriacError():
+            # A worker that `run` started ended with a code of this table.
+            return getattr(error, "exit_code", BAD_INPUT), str(error)
+        case ValidationError():
+            return BAD_INPUT, f"{error}; was it written by a newer celeriac? Upgrade this one"
+    return None
+
+
+def _is_not_redis() -> bool:
+    """Whether something else answers there: a web server closes on what Redis' client says."""
+    url = urlsplit(os.environ.get("CELERIAC_REDIS_URL", ""))
+    try:
+        with socket.create_connection((url.hostname or "127.0.0.1", url.port or 6379), 2) as probe:
+            probe.sendall(b"PING\r\n")
+            answer = probe.recv(1)
+    except OSError:
+        return False
+    return url.scheme == "redis" and answer not in (b"", b"+", b"-")
+
+
+def _print_error(message: str) -> None:
+    line = " ".join(message.split())
+    print(f"celeriac: error: {line[:MAX_ERROR]}", file=sys.stderr)
+
+
+def _print_log(error: Exception) -> None:
+    log = getattr(error, "log", "")
+    if log:
+        print(log.rstrip(), file=sys.stderr)
+
+
+# --- commands ----------------------------------------------------------------------------------
+
+
+def run(options: argparse.Namespace) -> int:
+    from worker.demo import run_goal
+
+    goal = _read_goal(options.goal)
+    return _code_of(run_goal(goal, options.agent, say=_say, style=_style()))
+
+
+def worker(options: argparse.Namespace) -> int:
+    _settings()
+    from worker.app import run_worker
+
+    return run_worker(
+        options.queue,
+        concurrency=options.concurrency,
+        pool=options.pool,
+        loglevel=options.loglevel,
+    )
+
+
+def ping(options: argparse.Namespace) -> int:
+    with _client(_settings()) as client:
+        seconds = client.ping(options.queue, timeout=options.timeout)
+    if seconds is None:
+        _print_error(
+            f"no worker of the queue {options.queue} answered within {options.timeout:g} s"
+        )
+        return ENDED_OTHERWISE
+    _say(f"{options.queue}: a worker answered in {seconds * 1000:.0f} ms")
+    return DONE
+
+
+def submit(options: argparse.Namespace) -> int:
+    from worker.show import describe_result
+
+    settings = _settings()
+    goal = _read_goal(options.goal)
+    with _client(settings, _agents(settings)) as client:
+        run = client.submit(goal, agent=options.agent, idempotency_key=options.idempotency_key)
+        if not options.wait:
+            _say(_json({"run_id": run.id}) if options.json else run.id)
+            return DONE
+        try:
+            if not options.json:
+                _say(run.id)
+            result = run.result()
+        except KeyboardInterrupt:
+            print(f"celeriac: the run goes on: celeriac events {run.id}", file=sys.stderr)
+            raise
+    _say(result.model_dump_json() if options.json else f"\n{describe_result(result, _style())}")
+    return _code_of(result)
+
+
+def runs(options: argparse.Namespace) -> int:
+    from worker.show import describe_runs
+
+    with _client(_settings()) as client:
+        found = client.list(options.status, limit=options.limit)
+    if options.json:
+        _say(_json([each.model_dump(mode="json") for each in found]))
+    else:
+        _say(describe_runs(found) if found else "no runs")
+    return DONE
+
+
+def show(options: argparse.Namespace) -> int:
+    from worker.show import describe_run
+
+    with _client(_settings()) as client:
+        info = client.get(options.run).info()
+        result = client.store.read_result(options.run)
+    if options.json:
+        ended = None if result is None else result.model_dump(mode="json")
+        _say(_json({"info": info.model_dump(mode="json"), "result": ended}))
+    else:
+        _say(describe_run(info, result, _style()))
+    return DONE
+
+
+def events(options: argparse.Namespace) -> int:
+    from runner.errors import InvalidInput
+    from worker.show import EventView
+
+    after = options.after
+    if after is not None and not EVENT_ID.fullmatch(after):
+        raise InvalidInput("--after takes the id of an event, such as 1764480000000-0")
+    with _client(_settings()) as client:
+        run = client.get(options.run)
+        view = EventView(run.info().created, _style())
+        for event in run.events(after):
+            _say(event.model_dump_json() if options.json else view.line(event))
+    return DONE
+
+
+def cancel(options: argparse.Namespace) -> int:
+    with _client(_settings()) as client:
+        client.get(options.run).cancel(options.reason)
+    _say(f"cancelled {options.run}")
+    return DONE
+
+
+def resume(options: argparse.Namespace) -> int:
+    given = {"max_steps": options.max_steps, "timeout": options.timeout}
+    changed = {name: value for name, value in given.items() if value is not None}
+    from runner.models import Limits
+
+    with _client(_settings()) as client:
+        client.get(options.run).resume(Limits(**changed) if changed else None)
+    _say(f"resumed {options.run}")
+    return DONE
+
+
+def trace(options: argparse.Namespace) -> int:
+    from worker.show import build_trace, describe_trace
+
+    with _client(_settings()) as client:
+        run = client.get(options.run)
+        # The history last: it only grows, so that it holds all that the trace speaks of.
+        info, result = run.info(), client.store.read_result(options.run)
+        entries = run.trace()
+        steps = build_trace(entries, run.messages())
+    if options.json:
+        ended = None if result is None else result.model_dump(mode="json")
+        whole = {"info": info.model_dump(mode="json"), "steps": steps, "result": ended}
+        _say(_json(whole))
+    else:
+        _say(describe_trace(info, steps, result, _style()))
+    return DONE
+
+
+# --- what the commands share -------------------------------------------------------------------
+
+
+def _settings() -> Settings:
+    from runner.settings import Settings
+
+    return Settings.from_env()
+
+
+def _agents(settings: Settings) -> Agents | None:
+    """The agents of this environment, to check a name against; None where it names none."""
+    if not settings.agents:
+        return None
+    from runner.agents import load_agents
+
+    # What a user's module prints at its import is no output of ours.
+    with contextlib.redirect_stdout(sys.stderr):
+        return load_agents(settings.agents)
+
+
+def _client(settings: Settings, agents: Agents | None = None) -> Client:
+    from tasks import Client
+
+    return Client(settings=settings, agents=agents)
+
+
+def _read_goal(given: str) -> str:
+    """The goal; `-` is standard input, for what is too long for a command line."""
+    from runner.errors import InvalidInput
+
+    if given != "-":
+        return given
+    try:
+        return sys.stdin.buffer.read(MAX_READ).decode()
+    except UnicodeDecodeError:
+        raise InvalidInput("the goal on standard input isn't UTF-8 text") from None
+
+
+def _code_of(result: FinalResult) -> int:
+    return DONE if result.ok else ENDED_OTHERWISE
+
+
+def _style() -> Style:
+    from worker.show import Style
+
+    return Style(colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _json(value: Any) -> str:
+    from worker.show import dump
+
+    return dump(value)
+
+
+# --- the parser --------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as all our errors are."""
+
+    def error(self, message: str) -> NoReturn:
+        _print_error(f"{message}; see {self.prog} --help")
+        sys.exit(BAD_INPUT)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="celeriac",
+        description="Run LLM agents as Celery tasks.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+
+    def add(command: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+        name = command.__name__
+        made = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
+        made.set_defaults(command=command)
+        return made
+
+    one = add(run, "run one goal with a server and workers of its own, and show it live")
+    one.add_argument("goal", nargs="?", default=GOAL, metavar="GOAL", help="- is standard input")
+    one.add_argument("--agent", metavar="NAME", help="needed where there are several")
+
+    one = add(worker, "serve a queue until told to stop")
+    one.add_argument("--queue", required=True, choices=("steps", "tools"))
+    one.add_argument("--concurrency", type=_positive, metavar="N")
+    one.add_argument("--pool", choices=("threads", "prefork", "solo"), help="unless the usual one")
+    one.add_argument("--loglevel", type=str.upper, choices=LEVELS, default="INFO")
+
+    one = add(ping, "send a canary task through a queue: is a worker alive and not deaf?")
+    one.add_argument("--queue", required=True, choices=("steps", "tools"))
+    one.add_argument("--timeout", type=_seconds, default=5.0, metavar="S")
+
+    one = add(submit, "submit a goal and print the id of its run")
+    one.add_argument("goal", metavar="GOAL", help="- is standard input")
+    one.add_argument("--agent", required=True, metavar="NAME")
+    one.add_argument("--idempotency-key", metavar="KEY", help="the same key gives the same run")
+    one.add_argument("--wait", action="store_true", help="wait for the end, print the result")
+    _add_json(one)
+
+    one = add(runs, "list runs: those that haven't ended, then the last that have")
+    one.add_argument("--status", choices=STATUSES)
+    one.add_argument("--limit", type=_positive, default=100, metavar="N")
+    _add_json(one)
+
+    one = _add_run(add(show, "show a run, and its result where it has ended"))
+    _add_json(one)
+
+    one = _add_run(add(events, "show a run's events as they happen, until it ends"))
+    one.add_argument("--after", metavar="ID", help="the id of the last event already seen")
+    _add_json(one)
+
+    one = _add_run(add(cancel, "end a run now"))
+    one.add_argument("--reason", default="cancelled from the command line")
+
+    one = _add_run(add(resume, "take a run up again that a limit or an error has ended"))
+    one.add_argument("--max-steps", type=_positive, metavar="N", help="so many more steps")
+    one.add_argument("--timeout", type=_seconds, metavar="S", help="so many more seconds")
+
+    one = _add_run(add(trace, "show what each step sent, got back, decided and found"))
+    _add_json(one)
+    return parser
+
+
+def _add_run(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("run", metavar="RUN", help="the id of a run")
+    return parser
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON, for a script")
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 < number < 10**9:
+        raise argparse.ArgumentTypeError("must be greater than 0")
+    return number
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return number
