@@ -33,9 +33,13 @@ def decide_calls(
     effects: set[tuple[str, str]] = set()
     for index, call in enumerate(calls):
         error = call.error or _refusal(agent, call)
-        if error is None:
-            error = _repeated_effect(agent, call, effects)
-        if error is None and used >= limits.max_tool_calls:
+        effect = None if error else _effect(agent, call)
+        if effect in effects:
+            error = _error(
+                ToolErrorType.DUPLICATE_CALL,
+                "the same call stands earlier in this turn and was run once; see its result",
+            )
+        elif error is None and used >= limits.max_tool_calls:
             error = _error(
                 ToolErrorType.CALL_LIMIT,
                 f"this run may make {limits.max_tool_calls} tool calls and has made them; "
@@ -43,6 +47,8 @@ def decide_calls(
             )
         if error is None:
             used += 1
+            if effect is not None:
+                effects.add(effect)
         opened.append(_open_call(agent, step, index, call, error))
     return opened
 
@@ -65,21 +71,12 @@ def _refusal(agent: Agent, call: ProposedCall) -> ToolErrorInfo | None:
     return parsed if isinstance(parsed, ToolErrorInfo) else None
 
 
-def _repeated_effect(
-    agent: Agent, call: ProposedCall, effects: set[tuple[str, str]]
-) -> ToolErrorInfo | None:
-    """Two identical calls with a side effect in one turn are a stutter: the first one counts."""
+def _effect(agent: Agent, call: ProposedCall) -> tuple[str, str] | None:
+    """What a call with a side effect does. The same twice in one turn is a stutter."""
     tool = agent.toolbox.get(call.name)
     if tool is None or tool.idempotent:
         return None
-    same = (call.name, json.dumps(json.loads(call.arguments), sort_keys=True))
-    if same in effects:
-        return _error(
-            ToolErrorType.DUPLICATE_CALL,
-            "the same call stands earlier in this turn and was run once; see its result",
-        )
-    effects.add(same)
-    return None
+    return call.name, json.dumps(json.loads(call.arguments), sort_keys=True)
 
 
 def _open_call(

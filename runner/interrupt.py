@@ -27,8 +27,8 @@ class ToolInterrupted(BaseException):
 class Body:
     """One run of one tool's function, which another thread may interrupt.
 
-    An async function runs in an event loop of its own, and is interrupted by cancelling its task.
-    A plain function is interrupted by signal, in the main thread; in any other thread it can't be.
+    In the main thread it is interrupted by signal: where it runs, by an exception; where it waits
+    in its event loop, by cancelling its task. In another thread only the latter is possible.
     """
 
     _running: Body | None = None
@@ -68,13 +68,17 @@ class Body:
         self._fired = True
         if self._raised:
             return
+        if self._thread is not None:
+            signal.pthread_kill(self._thread, SIGNAL)
+        else:
+            self._cancel_task()
+
+    def _cancel_task(self) -> None:
         loop, task = self._loop, self._task
         if loop is not None and task is not None:
             self._raised = True
             with contextlib.suppress(RuntimeError):  # a closed loop: the body has just returned
                 loop.call_soon_threadsafe(task.cancel)
-        if self._thread is not None:
-            signal.pthread_kill(self._thread, SIGNAL)
 
     def _run_awaitable(self, awaitable: Awaitable[Any]) -> Any:
         async def main() -> Any:
@@ -95,10 +99,12 @@ class Body:
 
 def _raise_in_body(_signal: int, frame: FrameType | None) -> None:
     body = Body._running
-    if body is None or not body._fired:
+    if body is None or not body._fired or body._raised:
         return
     while frame is not None:
         if frame.f_code is body._code:
             body._raised = True
             raise ToolInterrupted
         frame = frame.f_back
+    # Not on the stack: it waits in its event loop, or it isn't running.
+    body._cancel_task()

@@ -53,11 +53,17 @@ class Nudges:
     def _start(self) -> None:
         if self._pid == os.getpid():
             return
+        with _starting:
+            self._start_once()
+
+    def _start_once(self) -> None:
+        if self._pid == os.getpid():
+            return
         # After a fork the parent's listener isn't here, its watchers are the parent's attempts, and
         # its lock may have been held.
-        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._watchers = defaultdict(set)
+        self._pid = os.getpid()
         threading.Thread(target=self._listen, name="celeriac-nudges", daemon=True).start()
 
     def _listen(self) -> None:
@@ -79,3 +85,15 @@ class Nudges:
             callbacks = tuple(self._watchers.get(run_id, ()))
         for callback in callbacks:
             callback()
+
+
+_starting = threading.Lock()
+
+
+def _forget_parent() -> None:
+    # A fork may have copied the lock while it was held.
+    global _starting
+    _starting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_parent)

@@ -14,7 +14,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent / "lua"
 
 KEY_LINE = re.compile(r"^-- KEYS\[(\d+)\] (\w+) ([A-Z]+)\b", re.MULTILINE)
-ARG_LINE = re.compile(r"^-- ARGV\[(\d+)(\.\.)?\] (\w+) ", re.MULTILINE)
+ARG_LINE = re.compile(r"^-- ARGV\[(\d+)(\.\.)?\] (\w+)", re.MULTILINE)
 RETURNS_LINE = re.compile(r"^-- Returns ((?:[A-Z]+)(?: \| [A-Z]+)*)", re.MULTILINE)
 
 

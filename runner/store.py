@@ -623,7 +623,6 @@ class RunStore:
             [
                 keys.run(run_id),
                 keys.calls(run_id),
-                keys.results(run_id),
                 keys.DUE,
                 keys.seen(STEPS_QUEUE),
                 keys.seen(TOOLS_QUEUE),

@@ -3,12 +3,11 @@
 -- One that merely waits in a deep queue is left there, and looked at less and less often.
 -- KEYS[1] run HASH
 -- KEYS[2] calls HASH
--- KEYS[3] results HASH
--- KEYS[4] due ZSET
--- KEYS[5] steps_seen STRING
--- KEYS[6] tools_seen STRING
--- KEYS[7] steps_queue LIST
--- KEYS[8] tools_queue LIST
+-- KEYS[3] due ZSET
+-- KEYS[4] steps_seen STRING
+-- KEYS[5] tools_seen STRING
+-- KEYS[6] steps_queue LIST
+-- KEYS[7] tools_queue LIST
 -- ARGV[1] id of the run
 -- ARGV[2] grace in ms
 -- ARGV[3] max_wait in ms between two looks
@@ -18,11 +17,11 @@ local status, phase, step, count = unpack(
 local grace, max_wait = tonumber(ARGV[2]), tonumber(ARGV[3])
 if status == 'finished' and redis.call('HGET', KEYS[1], 'promised') == '1' then
   local tries = redis.call('HINCRBY', KEYS[1], 'deliveries', 1)
-  redis.call('ZADD', KEYS[4], int(now + math.min(grace * 2 ^ (tries - 1), max_wait)), ARGV[1])
+  redis.call('ZADD', KEYS[3], int(now + math.min(grace * 2 ^ (tries - 1), max_wait)), ARGV[1])
   return {'DELIVER'}
 end
 if not status or status == 'finished' then
-  redis.call('ZREM', KEYS[4], ARGV[1])
+  redis.call('ZREM', KEYS[3], ARGV[1])
   return {'STALE'}
 end
 local deadline = numbers(KEYS[1], 'deadline')
@@ -61,14 +60,14 @@ end
 local answer, again
 if phase == 'model' then
   local lost
-  lost, again = look(KEYS[1], '', KEYS[5], KEYS[7])
+  lost, again = look(KEYS[1], '', KEYS[4], KEYS[6])
   answer = {lost and 'STEP' or 'WAIT', step}
 else
   answer, again = {'WAIT', step}, now + max_wait
   for i = 0, count - 1 do
     local state = redis.call('HGET', KEYS[2], i .. '.state')
     if state == 'queued' or state == 'running' then
-      local lost, look_at = look(KEYS[2], i .. '.', KEYS[6], KEYS[8])
+      local lost, look_at = look(KEYS[2], i .. '.', KEYS[5], KEYS[7])
       again = math.min(again, look_at)
       if lost then
         answer[1] = 'CALLS'
@@ -77,5 +76,5 @@ else
     end
   end
 end
-redis.call('ZADD', KEYS[4], int(math.min(again, deadline)), ARGV[1])
+redis.call('ZADD', KEYS[3], int(math.min(again, deadline)), ARGV[1])
 return answer

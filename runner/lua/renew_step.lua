@@ -3,15 +3,16 @@
 -- ARGV[1] epoch of the holder
 -- ARGV[2] lease in ms
 -- Returns OK | FENCED | STALE | CANCELLED | EXPIRED
-local status, epoch, stop, deadline = unpack(
-  redis.call('HMGET', KEYS[1], 'status', 'epoch', 'stop_reason', 'deadline'))
+local status, epoch, stop, deadline, lease = unpack(
+  redis.call('HMGET', KEYS[1], 'status', 'epoch', 'stop_reason', 'deadline', 'lease'))
 if not status then
   return {'STALE'}
 end
 if status == 'finished' then
   return {stop == 'CANCELLED' and 'CANCELLED' or 'STALE'}
 end
-if epoch ~= ARGV[1] or redis.call('HGET', KEYS[1], 'phase') ~= 'model' then
+-- Without a lease the attempt is over (committed, parked, released): a late heartbeat holds nothing.
+if epoch ~= ARGV[1] or lease == '0' or redis.call('HGET', KEYS[1], 'phase') ~= 'model' then
   return {'FENCED'}
 end
 if now >= tonumber(deadline) then

@@ -28,6 +28,8 @@ end
 for i = 1, 5 do
   redis.call('PERSIST', KEYS[i])
 end
+-- A new epoch: whoever held the run before it ended has no say in what follows.
+redis.call('HINCRBY', KEYS[1], 'epoch', 1)
 redis.call('HDEL', KEYS[1], 'stop_reason', 'answer', 'error', 'limit', 'fatal', 'ended', 'attempt')
 redis.call('HSET', KEYS[1], 'status', 'queued', 'phase', 'model', 'deaths', 0, 'releases', 0,
   'model_attempts', 0, 'invalid_calls', 0, 'not_before', 0, 'lease', 0, 'deliveries', 0,

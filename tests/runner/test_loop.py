@@ -1,0 +1,794 @@
+"""The loop on a store, with a scripted model: what comes next, and what a run has become."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from conftest import MakeStore
+from runner import Agent, Limits, ModelError, Retry, ToolError, tool
+from runner import keys as redis_keys
+from runner.agents import Agents
+from runner.context import goal_message, rebuild_request
+from runner.loop import (
+    CLOSER,
+    MAX_PASSES,
+    CallTools,
+    Finish,
+    Loop,
+    Next,
+    NextStep,
+    Skip,
+    Wait,
+    cancel_run,
+)
+from runner.models import (
+    Final,
+    FinalResult,
+    ModelReply,
+    ModelRequest,
+    ProposedCall,
+    RunErrorType,
+    RunStatus,
+    StopReason,
+    ToolCalls,
+    Usage,
+)
+from runner.store import Outcome, RunStore
+from runner.tools import Context
+
+pytestmark = pytest.mark.usefixtures("no_leaked_keys")
+
+RUN = "run-under-test"
+USAGE = Usage(requests=1, prompt_tokens=10, completion_tokens=5, total_tokens=15)
+PROMPT = 1.0
+"""Seconds within which a cancel has to be through; no test waits for it to pass."""
+
+Reply = ModelReply | Exception
+
+
+class Script:
+    """Answers with the given replies in order, and keeps what it was asked."""
+
+    def __init__(self, *replies: Reply) -> None:
+        self.replies = deque(replies)
+        self.requests: list[ModelRequest] = []
+
+    async def respond(self, request: ModelRequest) -> ModelReply:
+        self.requests.append(request)
+        reply = self.replies.popleft()
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+
+class Silent:
+    """Never answers; says when it was asked and when it was let go."""
+
+    def __init__(self) -> None:
+        self.asked, self.let_go = threading.Event(), threading.Event()
+
+    async def respond(self, request: ModelRequest) -> ModelReply:
+        self.asked.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.let_go.set()
+        raise AssertionError("not reached")
+
+
+def final(text: str = "done") -> Final:
+    return Final(text, USAGE, raw=json.dumps({"text": text}))
+
+
+def calls(*proposed: tuple[str, str]) -> ToolCalls:
+    made = tuple(ProposedCall(f"c{n}", *each) for n, each in enumerate(proposed))
+    return ToolCalls(made, text=None, usage=USAGE, raw=json.dumps({"calls": len(made)}))
+
+
+ECHO = ("echo", '{"text":"a"}')
+
+started: list[str] = []
+"""What the tools of these tests have done, in order."""
+
+entered = threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    started.clear()
+    entered.clear()
+
+
+@tool(idempotent=True)
+def echo(text: str) -> str:
+    """Say it again."""
+    started.append(text)
+    return text
+
+
+@tool(timeout=0.2)
+def hang() -> str:
+    """Never end."""
+    started.append("hang")
+    entered.set()
+    time.sleep(5)
+    return "late"
+
+
+@tool(timeout=0.2, idempotent=True, attempts=2)
+async def hang_safely() -> str:
+    """Never end, without an effect."""
+    started.append("hang_safely")
+    await asyncio.sleep(60)
+    return "late"
+
+
+@tool
+def long() -> str:
+    """Run for long."""
+    entered.set()
+    time.sleep(5)
+    return "late"
+
+
+@tool
+def fail(fatal: bool) -> str:
+    """Fail on purpose."""
+    raise ToolError("the till is closed", type="CLOSED", fatal=fatal)
+
+
+@tool
+def crash() -> str:
+    """Fail by mistake."""
+    raise KeyError("a secret")
+
+
+@tool
+def inspect_context(ctx: Context) -> dict[str, Any]:
+    """Tell what a tool may know."""
+    ctx.progress(1, 2, "half")
+    return {"key": ctx.idempotency_key, "call": ctx.call_id, "metadata": dict(ctx.metadata)}
+
+
+AGENT = Agent(
+    name="a",
+    instructions="Be brief.",
+    tools=[echo, hang, hang_safely, long, fail, crash, inspect_context],
+    model_retry=Retry(initial_delay=0, max_attempts=3),
+)
+
+Start = Callable[..., Loop]
+
+
+@pytest.fixture
+def start(store: RunStore) -> Iterator[Start]:
+    """Makes a loop with a run of this agent, whose model has this script."""
+    loops: list[Loop] = []
+
+    def make(
+        *replies: Reply,
+        model: Any = None,
+        on: RunStore | None = None,
+        limits: Limits | None = None,
+        **changes: Any,
+    ) -> Loop:
+        used = on or store
+        agent = replace(AGENT, model=model or Script(*replies), **changes)
+        loop = Loop(used, Agents([agent]), settings=used.settings)
+        loops.append(loop)
+        used.create_run(
+            run_id=RUN,
+            agent="a",
+            messages=[goal_message("go")],
+            limits=limits or agent.limits,
+            metadata={"ticket": 9007199254740993},
+        )
+        return loop
+
+    yield make
+    for loop in loops:
+        loop.close()
+    store.redis.publish(redis_keys.NUDGE, "nobody")  # ends the listeners' wait for a message
+    for thread in threading.enumerate():
+        if thread.name == "celeriac-nudges":
+            thread.join(5)
+
+
+def script_of(loop: Loop) -> Script:
+    model = loop.agents["a"].model
+    assert isinstance(model, Script)
+    return model
+
+
+def drive(loop: Loop, first: Next | None = None) -> Next:
+    """Do what comes next until nothing does; hints are followed in order."""
+    pending: deque[Next] = deque([first or NextStep(RUN, 0)])
+    last: Next = pending[0]
+    while pending:
+        last = pending.popleft()
+        match last:
+            case NextStep(run_id, step):
+                pending.append(loop.advance(run_id, step))
+            case CallTools(run_id, step, indexes):
+                pending.extend(loop.call_tool(run_id, step, index) for index in indexes)
+            case _:
+                pass
+    return last
+
+
+def result_of(loop: Loop) -> FinalResult:
+    found = loop.store.read_result(RUN)
+    assert found is not None
+    return found
+
+
+def contents(loop: Loop) -> list[Any]:
+    said = [each for each in loop.store.read_messages(RUN) if each["role"] == "tool"]
+    return [
+        json.loads(each["content"]) if "{" in each["content"] else each["content"] for each in said
+    ]
+
+
+def error_types(loop: Loop) -> list[str | None]:
+    return [
+        each["error"]["type"] if isinstance(each, dict) and "error" in each else None
+        for each in contents(loop)
+    ]
+
+
+def check_trace(loop: Loop, requests: Sequence[ModelRequest]) -> None:
+    """Every request can be rebuilt from the trace exactly as the model was sent it."""
+    history = loop.store.read_messages(RUN)
+    agent: dict[str, Any] = {}
+    rebuilt: list[dict[str, Any]] = []
+    for entry in loop.store.read_trace(RUN):
+        if entry["kind"] == "model":
+            agent = entry.get("agent", agent)
+            rebuilt += [
+                rebuild_request(exchange["request"], agent, history)
+                for exchange in entry["exchanges"]
+            ]
+    assert rebuilt == [
+        {
+            "model": request.model,
+            "messages": list(request.messages),
+            "tools": list(request.tools),
+            "tool_choice": request.tool_choice,
+            "parallel_tool_calls": request.parallel_tool_calls,
+        }
+        for request in requests
+    ]
+
+
+# --- answers and calls -------------------------------------------------------------------------
+
+
+def test_an_answer_ends_the_run(start: Start) -> None:
+    loop = start(final("Rome"))
+    assert loop.advance(RUN, 0) == Finish(RUN, StopReason.COMPLETED)
+    assert result_of(loop) == FinalResult(
+        run_id=RUN, ok=True, stop_reason=StopReason.COMPLETED, answer="Rome", usage=USAGE, steps=1
+    )
+    assert loop.store.read_messages(RUN)[-1] == {"role": "assistant", "content": "Rome"}
+    check_trace(loop, script_of(loop).requests)
+
+
+def test_calls_run_and_their_results_reach_the_next_step_in_order(start: Start) -> None:
+    loop = start(calls(ECHO, ("echo", '{"text":"b"}')), final())
+    assert loop.advance(RUN, 0) == CallTools(RUN, 0, (0, 1))
+    assert loop.call_tool(RUN, 0, 1) == Wait(RUN)
+    assert loop.call_tool(RUN, 0, 0) == NextStep(RUN, 1)
+    assert loop.advance(RUN, 1) == Finish(RUN, StopReason.COMPLETED)
+    sent = script_of(loop).requests[1].messages
+    assert [each["role"] for each in sent] == ["system", "user", "assistant", "tool", "tool"]
+    assert [each["tool_call_id"] for each in sent[3:]] == ["c0", "c1"]
+    assert [each["content"] for each in sent[3:]] == ["a", "b"]
+    assert result_of(loop).usage.total_tokens == 30
+    check_trace(loop, script_of(loop).requests)
+
+
+def test_only_as_many_calls_are_hinted_as_may_run_at_once(start: Start) -> None:
+    loop = start(calls(ECHO, ECHO, ECHO), limits=Limits(max_parallel_calls=1))
+    assert loop.advance(RUN, 0) == CallTools(RUN, 0, (0,))
+    assert loop.call_tool(RUN, 0, 0) == CallTools(RUN, 0, (1,))
+    assert loop.call_tool(RUN, 0, 1) == CallTools(RUN, 0, (2,))
+    assert loop.call_tool(RUN, 0, 2) == NextStep(RUN, 1)
+
+
+def test_without_parallel_calls_they_run_one_after_another(start: Start) -> None:
+    loop = start(calls(ECHO, ECHO), parallel_tool_calls=False)
+    assert loop.advance(RUN, 0) == CallTools(RUN, 0, (0,))
+    assert script_of(loop).requests[0].parallel_tool_calls is False
+
+
+def test_an_unknown_tool_is_told_to_the_model_and_its_sibling_runs(start: Start) -> None:
+    loop = start(calls(("nope", "{}"), ECHO), final())
+    assert loop.advance(RUN, 0) == CallTools(RUN, 0, (1,))
+    drive(loop, CallTools(RUN, 0, (1,)))
+    assert error_types(loop) == ["UNKNOWN_TOOL", None]
+    assert started == ["a"]
+    assert result_of(loop).ok
+
+
+@pytest.mark.parametrize("arguments", ["{}", '{"text":7}', '{"text":"a","more":1}', "[]"])
+def test_invalid_arguments_never_reach_a_handler(start: Start, arguments: str) -> None:
+    loop = start(calls(("echo", arguments)), final())
+    drive(loop)
+    assert error_types(loop) == ["INVALID_ARGUMENT"]
+    assert started == []
+
+
+def test_a_turn_whose_calls_were_all_refused_opens_the_next_step_at_once(start: Start) -> None:
+    loop = start(calls(("nope", "{}"), ("echo", "{}")), final())
+    assert loop.advance(RUN, 0) == NextStep(RUN, 1)
+    assert loop.advance(RUN, 1) == Finish(RUN, StopReason.COMPLETED)
+    assert error_types(loop) == ["UNKNOWN_TOOL", "INVALID_ARGUMENT"]
+    check_trace(loop, script_of(loop).requests)
+    [first, _] = loop.store.read_trace(RUN)
+    assert [each["ok"] for each in first["results"]] == [False, False]
+
+
+def test_a_tools_exception_is_a_result_without_its_text(start: Start) -> None:
+    loop = start(calls(("crash", "{}"), ("fail", '{"fatal":false}')), final())
+    drive(loop)
+    assert error_types(loop) == ["TOOL_ERROR", "CLOSED"]
+    crashed, failed = contents(loop)
+    assert "KeyError" in crashed["error"]["message"]
+    assert "a secret" not in json.dumps(loop.store.read_trace(RUN))
+    assert failed["error"]["message"] == "the till is closed"
+
+
+def test_a_fatal_tool_error_ends_the_run_and_closes_the_block(start: Start) -> None:
+    loop = start(calls(("fail", '{"fatal":true}'), ECHO))
+    loop.advance(RUN, 0)
+    assert loop.call_tool(RUN, 0, 0) == Finish(RUN, StopReason.ERROR)
+    error = result_of(loop).error
+    assert error is not None
+    assert (error.type, error.message) == (RunErrorType.TOOL_ERROR, "the till is closed")
+    assert error_types(loop) == ["CLOSED", "CANCELLED"]
+    assert loop.call_tool(RUN, 0, 1) == Skip(RUN, Outcome.STALE)
+    assert started == []
+
+
+def test_a_tool_knows_its_call_and_tells_its_progress(start: Start) -> None:
+    loop = start(calls(("inspect_context", "{}")), final())
+    drive(loop)
+    assert contents(loop) == [
+        {"key": f"{RUN}.0.0", "call": "0.0", "metadata": {"ticket": 9007199254740993}}
+    ]
+    [progress] = [e for e in loop.store.read_events(RUN, "0") if e.type == "call.progress"]
+    assert (progress.call, progress.data) == ("0.0", {"done": 1, "total": 2, "note": "half"})
+
+
+# --- hints that come twice, late or for nobody -------------------------------------------------
+
+
+def test_a_hint_for_what_is_done_or_held_is_skipped(start: Start) -> None:
+    loop = start(calls(ECHO, ECHO), final())
+    loop.advance(RUN, 0)
+    assert loop.advance(RUN, 0) == Skip(RUN, Outcome.STALE)
+    assert loop.advance(RUN, 1) == Skip(RUN, Outcome.STALE)
+    loop.call_tool(RUN, 0, 0)
+    assert loop.call_tool(RUN, 0, 0) == Skip(RUN, Outcome.DUPLICATE)
+    drive(loop, CallTools(RUN, 0, (1,)))
+    assert loop.call_tool(RUN, 0, 1) == Skip(RUN, Outcome.STALE)
+    assert loop.advance(RUN, 1) == Skip(RUN, Outcome.STALE)
+    assert started == ["a", "a"]
+    assert loop.advance("no-such-run", 0) == Skip("no-such-run", Outcome.STALE)
+
+
+def test_a_call_that_is_not_idempotent_is_not_run_again_after_a_death(
+    start: Start, make_store: MakeStore
+) -> None:
+    loop = start(calls(("hang", "{}")), final())
+    loop.advance(RUN, 0)
+    make_store(lease=0.0005, renew_every=0.0001).begin_call(RUN, 0, 0)  # and dies
+    assert loop.call_tool(RUN, 0, 0) == NextStep(RUN, 1)
+    assert error_types(loop) == ["OUTCOME_UNKNOWN"]
+    assert started == []
+
+
+def test_three_deaths_in_a_step_end_the_run_as_poisoned(
+    start: Start, make_store: MakeStore
+) -> None:
+    loop = start()
+    dying = make_store(lease=0.0005, renew_every=0.0001)
+    for _ in range(3):
+        dying.begin_step(RUN, 0)
+    assert loop.advance(RUN, 0) == Finish(RUN, StopReason.ERROR)
+    error = result_of(loop).error
+    assert error is not None
+    assert error.type == RunErrorType.POISONED
+    assert "3 attempts of step 0" in error.message
+
+
+# --- limits ------------------------------------------------------------------------------------
+
+
+def test_an_answer_on_the_last_step_counts(start: Start) -> None:
+    loop = start(calls(ECHO), final(), limits=Limits(max_steps=2))
+    assert drive(loop) == Finish(RUN, StopReason.COMPLETED)
+    assert result_of(loop).steps == 2
+
+
+def test_the_calls_of_the_last_step_do_not_run(start: Start) -> None:
+    loop = start(calls(ECHO), calls(ECHO), limits=Limits(max_steps=2))
+    assert drive(loop) == Finish(RUN, StopReason.MAX_STEPS)
+    ended = result_of(loop)
+    assert (ended.ok, ended.limit, ended.steps, started) == (False, "max_steps", 2, ["a"])
+    assert ended.error is not None
+    assert "max_steps=2" in ended.error.message
+    roles = [each["role"] for each in loop.store.read_messages(RUN)]
+    assert roles == ["user", "assistant", "tool"]
+    check_trace(loop, script_of(loop).requests)
+
+
+def test_a_turn_may_use_up_the_tool_calls_and_the_next_one_ends_the_run(start: Start) -> None:
+    loop = start(calls(ECHO, ECHO), calls(ECHO), limits=Limits(max_tool_calls=1))
+    assert drive(loop) == Finish(RUN, StopReason.BUDGET_EXHAUSTED)
+    assert error_types(loop) == [None, "CALL_LIMIT"]
+    assert (result_of(loop).limit, started) == ("max_tool_calls", ["a"])
+
+
+def test_an_answer_after_the_last_tool_call_counts(start: Start) -> None:
+    loop = start(calls(ECHO), final(), limits=Limits(max_tool_calls=1))
+    assert drive(loop) == Finish(RUN, StopReason.COMPLETED)
+
+
+def test_a_run_that_may_make_no_tool_call_makes_none(start: Start) -> None:
+    loop = start(calls(ECHO), final(), limits=Limits(max_tool_calls=0))
+    assert drive(loop) == Finish(RUN, StopReason.COMPLETED)
+    assert (error_types(loop), started) == (["CALL_LIMIT"], [])
+
+
+def test_too_many_invalid_calls_end_the_run(start: Start) -> None:
+    wrong = calls(("nope", "{}"), ("echo", "{}"))
+    loop = start(wrong, wrong, wrong, limits=Limits(max_invalid_calls=4))
+    assert drive(loop) == Finish(RUN, StopReason.REPEATED_ERROR)
+    assert (result_of(loop).limit, result_of(loop).steps) == ("max_invalid_calls", 3)
+
+
+def test_the_token_budget_ends_the_run_before_the_next_request(start: Start) -> None:
+    loop = start(calls(ECHO), limits=Limits(max_tokens=15))
+    assert drive(loop) == Finish(RUN, StopReason.BUDGET_EXHAUSTED)
+    assert result_of(loop).limit == "max_tokens"
+    assert len(script_of(loop).requests) == 1
+
+
+@pytest.mark.parametrize("where", ["step", "call", "recovery"])
+def test_the_deadline_ends_a_run_wherever_it_is_looked_at(start: Start, where: str) -> None:
+    loop = start(calls(ECHO))
+    if where != "step":
+        loop.advance(RUN, 0)
+    loop.store.redis.hset(redis_keys.run(RUN), "deadline", 1)
+    looks: dict[str, Callable[[], Next]] = {
+        "step": lambda: loop.advance(RUN, 0),
+        "call": lambda: loop.call_tool(RUN, 0, 0),
+        "recovery": lambda: loop.recover(RUN),
+    }
+    assert looks[where]() == Finish(RUN, StopReason.TIMEOUT)
+    ended = result_of(loop)
+    assert (ended.limit, ended.ok, started) == ("timeout", False, [])
+    assert error_types(loop) == [] if where == "step" else ["CANCELLED"]
+
+
+def test_the_deadline_ends_a_model_call_that_hangs(start: Start, make_store: MakeStore) -> None:
+    on = make_store(lease=15, renew_every=0.05)
+    loop = start(model=Silent(), on=on, limits=Limits(timeout=0.2))
+    assert loop.advance(RUN, 0) == Finish(RUN, StopReason.TIMEOUT)
+
+
+def test_a_request_may_take_no_longer_than_the_run(start: Start) -> None:
+    loop = start(final(), limits=Limits(timeout=30))
+    loop.advance(RUN, 0)
+    assert 29 < script_of(loop).requests[0].timeout <= 30
+
+
+# --- tools that hang ---------------------------------------------------------------------------
+
+
+def test_a_tool_that_takes_too_long_is_ended_and_says_so(start: Start) -> None:
+    loop = start(calls(("hang", "{}")), final())
+    begun = time.monotonic()
+    assert drive(loop) == Finish(RUN, StopReason.COMPLETED)
+    assert time.monotonic() - begun < 5
+    assert (error_types(loop), started) == (["TIMEOUT"], ["hang"])
+
+
+def test_only_an_idempotent_tool_is_tried_again_after_a_timeout(
+    start: Start, make_store: MakeStore
+) -> None:
+    loop = start(calls(("hang_safely", "{}")), final(), on=make_store(hint_grace=0.0005))
+    loop.advance(RUN, 0)
+    assert loop.call_tool(RUN, 0, 0) == Wait(RUN)
+    assert loop.call_tool(RUN, 0, 0) == Skip(RUN, Outcome.BUSY)
+    loop.store.redis.hset(redis_keys.calls(RUN), "0.not_before", 1)  # the wait is over
+    assert loop.recover(RUN) == CallTools(RUN, 0, (0,))
+    assert loop.call_tool(RUN, 0, 0) == NextStep(RUN, 1)
+    assert (error_types(loop), started) == (["TIMEOUT"], ["hang_safely"] * 2)
+    kinds = [each["kind"] for each in loop.store.read_trace(RUN)]
+    assert kinds == ["model", "retried_result", "result"]
+    assert loop.store.read_trace(RUN)[-1]["result"]["attempt"] == 2
+
+
+# --- a model that fails ------------------------------------------------------------------------
+
+
+def overloaded(**options: Any) -> ModelError:
+    options = {"type": RunErrorType.RATE_LIMITED, "retryable": True, **options}
+    return ModelError("too many requests", **options)
+
+
+def unusable(usage: Usage | None = USAGE) -> ModelError:
+    return ModelError(
+        "no JSON",
+        type=RunErrorType.MODEL_BAD_RESPONSE,
+        bad_response=True,
+        retryable=True,
+        usage=usage,
+        raw="<html>",
+    )
+
+
+def test_an_error_that_may_pass_parks_the_run_and_recovery_resumes_it(
+    start: Start, make_store: MakeStore
+) -> None:
+    loop = start(overloaded(), final(), on=make_store(hint_grace=0.0005))
+    assert loop.advance(RUN, 0) == Wait(RUN)
+    assert loop.store.read_run(RUN).status is RunStatus.WAITING
+    assert loop.recover(RUN) == NextStep(RUN, 0)
+    assert loop.advance(RUN, 0) == Finish(RUN, StopReason.COMPLETED)
+    assert result_of(loop).usage.requests == 2
+    assert result_of(loop).usage.known is False
+    assert [each.type for each in loop.store.read_events(RUN, "0")] == [
+        "run.created",
+        "step.started",
+        "run.waiting",
+        "step.started",
+        "model.answered",
+        "run.finished",
+    ]
+    check_trace(loop, script_of(loop).requests)
+
+
+def test_a_parked_run_waits_as_long_as_the_server_asks(start: Start) -> None:
+    loop = start(overloaded(retry_after=30))
+    assert loop.advance(RUN, 0) == Wait(RUN)
+    assert loop.advance(RUN, 0) == Skip(RUN, Outcome.BUSY)
+    assert loop.recover(RUN) == Skip(RUN, Outcome.WAIT)
+    score = loop.store.redis.zscore(redis_keys.DUE, RUN)
+    assert score is not None
+    assert float(score) / 1000 > time.time() + 25
+
+
+def test_attempts_end_when_they_are_used_up(start: Start) -> None:
+    loop = start(overloaded(), overloaded(), overloaded())
+    assert [loop.advance(RUN, 0) for _ in range(2)] == [Wait(RUN)] * 2
+    assert loop.advance(RUN, 0) == Finish(RUN, StopReason.ERROR)
+    error = result_of(loop).error
+    assert error is not None
+    assert error.type == RunErrorType.RATE_LIMITED
+    assert len(loop.store.read_trace(RUN)) == 3
+
+
+def test_a_wait_beyond_the_deadline_is_not_begun(start: Start) -> None:
+    loop = start(overloaded(retry_after=60), limits=Limits(timeout=30))
+    assert loop.advance(RUN, 0) == Finish(RUN, StopReason.ERROR)
+
+
+@pytest.mark.parametrize("type", [RunErrorType.AUTH_ERROR, RunErrorType.CONTEXT_OVERFLOW])
+def test_an_error_that_does_not_pass_ends_the_run_by_its_type(
+    start: Start, type: RunErrorType
+) -> None:
+    loop = start(ModelError("no", type=type))
+    assert loop.advance(RUN, 0) == Finish(RUN, StopReason.ERROR)
+    ended = result_of(loop)
+    assert ended.error is not None
+    assert (ended.error.type, ended.steps, ended.usage.requests) == (type, 1, 1)
+    [entry] = loop.store.read_trace(RUN)
+    assert entry["exchanges"][0]["error"] == {"type": type, "message": "no", "status": None}
+    check_trace(loop, script_of(loop).requests)
+
+
+def test_a_response_that_cannot_be_used_is_asked_for_again_at_once(start: Start) -> None:
+    loop = start(unusable(), unusable(), final(), response_retries=2)
+    assert loop.advance(RUN, 0) == Finish(RUN, StopReason.COMPLETED)
+    assert result_of(loop).usage == USAGE + USAGE + USAGE
+    [entry] = loop.store.read_trace(RUN)
+    assert [each["response"] for each in entry["exchanges"]][:2] == ["<html>"] * 2
+    check_trace(loop, script_of(loop).requests)
+
+
+def test_a_response_is_asked_for_again_so_often_and_no_oftener(start: Start) -> None:
+    loop = start(unusable(), unusable(), final(), response_retries=1)
+    assert loop.advance(RUN, 0) == Finish(RUN, StopReason.ERROR)
+    error = result_of(loop).error
+    assert error is not None
+    assert error.type == RunErrorType.MODEL_BAD_RESPONSE
+    assert len(script_of(loop).requests) == 2
+
+
+def test_an_answer_of_the_wrong_type_goes_back_with_what_is_wrong(start: Start) -> None:
+    loop = start(final("many"), final("[1, 2]"), output_type=list[int])
+    assert loop.advance(RUN, 0) == Finish(RUN, StopReason.COMPLETED)
+    assert result_of(loop).answer == [1, 2]
+    told = script_of(loop).requests[1].messages[-2:]
+    assert told[0] == {"role": "assistant", "content": "many"}
+    assert "JSON schema" in told[1]["content"]
+    assert [each["role"] for each in loop.store.read_messages(RUN)] == ["user", "assistant"]
+    check_trace(loop, script_of(loop).requests)
+
+
+def test_an_answer_that_stays_wrong_ends_the_run(start: Start) -> None:
+    loop = start(*[final("many")] * 3, output_type=list[int], response_retries=2)
+    assert loop.advance(RUN, 0) == Finish(RUN, StopReason.ERROR)
+    ended = result_of(loop)
+    assert ended.error is not None
+    assert (ended.error.type, ended.answer) == (RunErrorType.INVALID_FINAL, None)
+    assert ended.usage.requests == 3
+
+
+# --- workers that can't honour a run -----------------------------------------------------------
+
+
+def test_a_run_of_an_agent_that_the_worker_lacks_ends_with_a_clear_error(start: Start) -> None:
+    loop = start()
+    loop.store.redis.hset(redis_keys.run(RUN), "agent", "gone")
+    assert loop.advance(RUN, 0) == Finish(RUN, StopReason.ERROR)
+    error = result_of(loop).error
+    assert error is not None
+    assert (error.type, "gone" in error.message) == (RunErrorType.CONFIG_ERROR, True)
+
+
+def test_a_call_whose_tool_a_worker_lacks_is_passed_on_a_few_times(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.loop.PASS_ON_DELAY", 0)
+    loop = start(calls(ECHO))
+    loop.advance(RUN, 0)
+    other = Loop(loop.store, Agents(), settings=loop.settings)
+    for _ in range(MAX_PASSES):
+        assert other.call_tool(RUN, 0, 0) == Wait(RUN)
+    assert other.call_tool(RUN, 0, 0) == NextStep(RUN, 1)
+    assert error_types(loop) == ["UNKNOWN_TOOL"]
+
+
+def test_a_run_of_a_newer_version_is_left_to_newer_workers(start: Start) -> None:
+    loop = start()
+    loop.store.redis.hset(redis_keys.run(RUN), "schema", 999)
+    assert loop.advance(RUN, 0) == Skip(RUN, Outcome.NEWER)
+    assert loop.store.redis.hget(redis_keys.run(RUN), "status") == "queued"
+
+
+def test_a_run_without_limits_adopts_its_agents(start: Start) -> None:
+    loop = start(calls(ECHO), limits=Limits(max_steps=9), tools=[echo])
+    loop.store.redis.hdel(redis_keys.run(RUN), "limits", "max_steps", "max_tokens")
+    agent = replace(loop.agents["a"], limits=Limits(max_steps=1))
+    again = Loop(loop.store, Agents([agent]), settings=loop.settings)
+    assert again.advance(RUN, 0) == Finish(RUN, StopReason.MAX_STEPS)
+    again.close()
+
+
+# --- cancel ------------------------------------------------------------------------------------
+
+
+def test_a_cancel_ends_a_model_call_and_nothing_is_written_later(
+    start: Start, make_store: MakeStore
+) -> None:
+    model = Silent()
+    loop = start(model=model, on=make_store(lease=15, renew_every=0.1))
+    got: list[Next] = []
+    thread = threading.Thread(target=lambda: got.append(loop.advance(RUN, 0)))
+    thread.start()
+    assert model.asked.wait(5)
+    assert cancel(loop, "enough") is Outcome.OK
+    before = written(loop)
+    thread.join(PROMPT)
+    assert got == [Skip(RUN, Outcome.CANCELLED)]
+    assert model.let_go.wait(PROMPT)
+    assert written(loop) == before
+    error = result_of(loop).error
+    assert error is not None
+    assert error.message == "enough"
+
+
+def test_a_cancel_ends_a_tool_and_nothing_is_written_later(
+    start: Start, make_store: MakeStore
+) -> None:
+    loop = start(calls(("long", "{}")), on=make_store(lease=15, renew_every=0.1))
+    loop.advance(RUN, 0)
+    cancelled: list[float] = []
+    before: list[Any] = []
+
+    def cancel_when_entered() -> None:
+        entered.wait(5)
+        cancel(loop, "enough")
+        before.append(written(loop))
+        cancelled.append(time.monotonic())
+
+    thread = threading.Thread(target=cancel_when_entered)
+    thread.start()
+    assert loop.call_tool(RUN, 0, 0) == Skip(RUN, Outcome.CANCELLED)
+    ended = time.monotonic()
+    thread.join()
+    assert ended - cancelled[0] < PROMPT
+    assert [written(loop)] == before
+    assert loop.store.read_messages(RUN)[-1]["content"] == CLOSER
+    assert loop.advance(RUN, 0) == Skip(RUN, Outcome.CANCELLED)
+    assert loop.call_tool(RUN, 0, 0) == Skip(RUN, Outcome.CANCELLED)
+
+
+def test_a_tool_that_does_not_let_go_is_refused_when_it_ends_after_the_cancel(
+    start: Start, make_store: MakeStore
+) -> None:
+    release, inside = threading.Event(), threading.Event()
+
+    @tool
+    def stubborn() -> str:
+        """Ignore every interrupt: in a thread there is none for a plain function."""
+        inside.set()
+        release.wait(10)
+        return "too late"
+
+    loop = start(
+        calls(("stubborn", "{}")), tools=[stubborn], on=make_store(lease=15, renew_every=0.1)
+    )
+    loop.advance(RUN, 0)
+    got: list[Next] = []
+    thread = threading.Thread(target=lambda: got.append(loop.call_tool(RUN, 0, 0)))
+    thread.start()
+    assert inside.wait(5)
+    cancel(loop, "enough")
+    messages, record = loop.store.read_messages(RUN), loop.store.read_run(RUN)
+    release.set()
+    thread.join(5)
+    [skipped] = got
+    assert isinstance(skipped, Skip)
+    assert skipped.outcome in (Outcome.STALE, Outcome.CANCELLED)
+    assert loop.store.read_messages(RUN) == messages
+    assert replace(loop.store.read_run(RUN), now=0) == replace(record, now=0)
+
+
+def test_a_finished_run_cannot_be_cancelled(start: Start) -> None:
+    loop = start(final())
+    loop.advance(RUN, 0)
+    assert cancel(loop, "late") is Outcome.ALREADY
+    assert result_of(loop).stop_reason is StopReason.COMPLETED
+
+
+def cancel(loop: Loop, reason: str) -> Outcome:
+    return cancel_run(loop.store, RUN, reason).outcome
+
+
+def written(loop: Loop) -> Any:
+    store = loop.store
+    record = replace(store.read_run(RUN), now=0)
+    return record, store.read_messages(RUN), store.read_events(RUN, "0"), store.read_trace(RUN)
+
+
+# --- a process that stops ----------------------------------------------------------------------
+
+
+def test_a_process_that_stops_hands_its_model_call_to_another(start: Start) -> None:
+    model = Silent()
+    loop = start(model=model)
+    got: list[Next] = []
+    thread = threading.Thread(target=lambda: got.append(loop.advance(RUN, 0)))
+    thread.start()
+    assert model.asked.wait(5)
+    loop.release()
+    thread.join(5)
+    assert got == [NextStep(RUN, 0)]
+    other = replace(loop.agents["a"], model=Script(final()))
+    again = Loop(loop.store, Agents([other]), settings=loop.settings)
+    assert again.advance(RUN, 0) == Finish(RUN, StopReason.COMPLETED)
+    again.close()
