@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -251,12 +253,29 @@ def test_a_folder_is_not_read_and_a_file_is_not_listed(root: Path) -> None:
         list_files("README.md")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_may_not_be_read_is_said_to_be_so(root: Path) -> None:
-    (root / "README.md").chmod(0)
+@pytest.fixture
+def ordinary_user() -> Iterator[None]:
+    """Root may read everything, so root isn't who tests what may not be read."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
-    with pytest.raises(ToolError, match="may not be read") as caught:
-        read_file("README.md")
+
+def test_a_file_that_may_not_be_read_is_said_to_be_so(
+    monkeypatch: pytest.MonkeyPatch, ordinary_user: None
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "README.md").write_text("secret")
+        (Path(folder) / "README.md").chmod(0)
+        monkeypatch.setenv("WORKSPACE", folder)
+
+        with pytest.raises(ToolError, match="may not be read") as caught:
+            read_file("README.md")
     assert caught.value.type == "PERMISSION_DENIED"
 
 
