@@ -307,12 +307,14 @@ class Loop:
             raise _Released
         future = background.submit(model.respond(request))
         self._model_calls.add(future)
+        if self.stopping:
+            future.cancel()  # the stop came between the two lines above, and didn't see it
         try:
             with self._nudges.watch(record.run_id, future.cancel):
                 while True:
                     concurrent.futures.wait([future], timeout=self.settings.renew_every)
                     if future.done() and not future.cancelled():
-                        return future.result()
+                        return _reply_of(future)
                     outcome = self.store.renew_step(record.run_id, record.epoch)
                     if outcome is not Outcome.OK:
                         future.cancel()
@@ -584,6 +586,15 @@ class Loop:
     def _tool(self, call: BegunCall) -> Tool | None:
         agent = self.agents.get(call.record.agent)
         return None if agent is None else agent.toolbox.get(call.decision.name)
+
+
+def _reply_of(future: concurrent.futures.Future[ModelReply]) -> ModelReply:
+    """The reply; whatever a user's own model raises is an error of the model's, not of the loop."""
+    error = future.exception()
+    if error is None or isinstance(error, ModelError):
+        return future.result()
+    name = type(error).__name__
+    raise ModelError(f"the model raised {name}", type=RunErrorType.MODEL_BAD_RESPONSE) from error
 
 
 def cancel_run(store: RunStore, run_id: str, reason: str) -> EndedRun:

@@ -12,8 +12,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
-import redis
-
 from runner import keys
 from runner.store import RunStore
 
@@ -76,7 +74,7 @@ class Nudges:
                         message = channel.get_message(timeout=1.0)
                         if message is not None:
                             self._wake(message["data"])
-            except (redis.RedisError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - a client closed under it raises anything
                 logger.debug("nudges: %s; renewals go on without", type(error).__name__)
                 self._closed.wait(RECONNECT_AFTER)
 

@@ -64,6 +64,9 @@ MAX_RELEASES = 10
 
 HOST = socket.gethostname()
 
+MAX_BLOCK = 4.0
+"""Seconds that a read waits in Redis at most."""
+
 CLAIM = 2.0
 """Seconds for which a worker that recovers a run keeps others from doing the same."""
 
@@ -674,7 +677,8 @@ class RunStore:
 
     def read_events(self, run_id: str, after: str, *, block: float | None = None) -> list[Event]:
         """Events past the id `after` ("0" for all), waiting up to `block` seconds for the first."""
-        wait = None if block is None else max(1, ms(block))
+        # Below the socket's own timeout, or a quiet stream would look like a dead server.
+        wait = None if block is None else max(1, ms(min(block, MAX_BLOCK)))
         found = self._ask("xread", {keys.events(run_id): after}, count=500, block=wait)
         if not found:
             return []

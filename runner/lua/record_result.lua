@@ -28,14 +28,12 @@ if not status then
 end
 local index = ARGV[3]
 local field = index .. '.'
-local answered = redis.call('HMGET', KEYS[1], 'recorded', 'recorded_answer', 'recorded_turn')
-if answered[1] == ARGV[12] then
-  return {answered[2], answered[3] ~= '' and answered[3] or nil}
+if redis.call('HGET', KEYS[1], 'closed_by') == ARGV[12] then
+  return {'LAST'}
 end
-local function answer(word, turn)
-  redis.call('HSET', KEYS[1], 'recorded', ARGV[12], 'recorded_answer', word,
-    'recorded_turn', turn or '')
-  return {word, turn}
+local recorded, turn = unpack(redis.call('HMGET', KEYS[3], field .. 'recorded_by', field .. 'turn'))
+if recorded == ARGV[12] then
+  return {'WAIT', turn or nil}
 end
 local open = status ~= 'finished' and step == ARGV[2] and phase == 'tools'
 if not open or redis.call('HEXISTS', KEYS[4], index) == 1 then
@@ -47,7 +45,8 @@ if redis.call('HEXISTS', KEYS[3], field .. 'decision') == 0 then
   return {'STALE'}
 end
 redis.call('HSET', KEYS[4], index, ARGV[6])
-redis.call('HSET', KEYS[3], field .. 'state', 'done', field .. 'content', ARGV[7])
+redis.call('HSET', KEYS[3], field .. 'state', 'done', field .. 'content', ARGV[7],
+  field .. 'recorded_by', ARGV[12])
 if ARGV[8] ~= '' then
   redis.call('HSET', KEYS[3], field .. 'evidence', ARGV[8])
 end
@@ -61,14 +60,16 @@ if redis.call('HLEN', KEYS[4]) < tonumber(count) then
     if redis.call('HGET', KEYS[3], next .. '.state') == 'held' then
       redis.call('HSET', KEYS[3], next .. '.state', 'queued', next .. '.hinted', int(now))
       redis.call('ZADD', KEYS[8], 'LT', int(now + tonumber(ARGV[4])), ARGV[1])
-      return answer('WAIT', next)
+      redis.call('HSET', KEYS[3], field .. 'turn', next)
+      return {'WAIT', next}
     end
   end
-  return answer('WAIT')
+  return {'WAIT'}
 end
 append_results(KEYS[2], KEYS[3], KEYS[5], count, '')
 redis.call('DEL', KEYS[3], KEYS[4])
 redis.call('HINCRBY', KEYS[1], 'step', 1)
 redis.call('HSET', KEYS[1], 'phase', 'model', 'calls', 0, 'status', 'queued', 'hinted', int(now), 'hints', 1)
 redis.call('ZADD', KEYS[8], int(now + tonumber(ARGV[4])), ARGV[1])
-return answer('LAST')
+redis.call('HSET', KEYS[1], 'closed_by', ARGV[12])
+return {'LAST'}

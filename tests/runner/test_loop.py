@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from conftest import MakeStore
-from runner import Agent, Limits, ModelError, Retry, ToolError, tool
+from runner import Agent, Limits, ModelError, Retry, ToolError, background, tool
 from runner import keys as redis_keys
 from runner.agents import Agents
 from runner.context import goal_message, rebuild_request
@@ -79,10 +79,10 @@ class Silent:
     async def respond(self, request: ModelRequest) -> ModelReply:
         self.asked.set()
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(3)
         finally:
             self.let_go.set()
-        raise AssertionError("not reached")
+        raise ModelError("nobody let go of this call")
 
 
 def final(text: str = "done") -> Final:
@@ -687,7 +687,7 @@ def test_a_cancel_ends_a_model_call_and_nothing_is_written_later(
     model = Silent()
     loop = start(model=model, on=make_store(lease=15, renew_every=0.1))
     got: list[Next] = []
-    thread = threading.Thread(target=lambda: got.append(loop.advance(RUN, 0)))
+    thread = threading.Thread(target=lambda: got.append(loop.advance(RUN, 0)), daemon=True)
     thread.start()
     assert model.asked.wait(5)
     assert cancel(loop, "enough") is Outcome.OK
@@ -782,7 +782,7 @@ def test_a_process_that_stops_hands_its_model_call_to_another(start: Start) -> N
     model = Silent()
     loop = start(model=model)
     got: list[Next] = []
-    thread = threading.Thread(target=lambda: got.append(loop.advance(RUN, 0)))
+    thread = threading.Thread(target=lambda: got.append(loop.advance(RUN, 0)), daemon=True)
     thread.start()
     assert model.asked.wait(5)
     loop.release()
@@ -792,3 +792,18 @@ def test_a_process_that_stops_hands_its_model_call_to_another(start: Start) -> N
     again = Loop(loop.store, Agents([other]), settings=loop.settings)
     assert again.advance(RUN, 0) == Finish(RUN, StopReason.COMPLETED)
     again.close()
+
+
+def test_a_stop_that_comes_as_the_model_is_asked_is_not_missed(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = start(model=Silent())
+    submit = background.submit
+
+    def submit_and_stop(coroutine: Any) -> Any:
+        future = submit(coroutine)
+        loop.release()  # by the thread that stops this process, before the call is noted
+        return future
+
+    monkeypatch.setattr(background, "submit", submit_and_stop)
+    assert loop.advance(RUN, 0) == NextStep(RUN, 0)
