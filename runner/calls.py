@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from runner import keys
 from runner.interrupt import Body, ToolInterrupted
 from runner.models import ToolErrorInfo, ToolErrorType
-from runner.nudge import Nudges
 from runner.store import BegunCall, Outcome, RunStore
 from runner.tools import Context, Executed, Tool, error_result, execute
 
@@ -30,20 +29,19 @@ class CallRunner:
     def __init__(
         self,
         store: RunStore,
-        nudges: Nudges,
         renew_every: float,
         kill: Callable[[], None] | None,
     ) -> None:
         self._store = store
-        self._nudges = nudges
         self._renew_every = renew_every
         self._kill = kill
 
-    def run(self, call: BegunCall, tool: Tool | None) -> Executed | Outcome:
+    def run(self, call: BegunCall, tool: Tool | None, woken: threading.Event) -> Executed | Outcome:
+        """Run a call to its result; `woken` is set when its run was ended from outside."""
         error = _refusal(call, tool)
         if error is not None or tool is None:
             return _error(call, error or _unknown_tool())
-        body = Body()
+        body = Body(ends_with_process=self._kill is not None)
         holder = CallHolder(
             renew=lambda: self._store.renew_call(call),
             renew_every=self._renew_every,
@@ -51,9 +49,10 @@ class CallRunner:
             remaining=call.record.remaining,
             body=body,
             give_up=lambda: self._give_up(call, tool),
+            woken=woken,
         )
         started = time.monotonic()
-        with self._nudges.watch(call.record.run_id, holder.wake), holder:
+        with holder:
             try:
                 return execute(tool, self._context(call, holder), call.decision.arguments, body)
             except ToolInterrupted:
@@ -116,6 +115,7 @@ class CallHolder:
         remaining: float,
         body: Body,
         give_up: Callable[[], None],
+        woken: threading.Event,
     ) -> None:
         self.reason: Outcome | None = None
         self._renew = renew
@@ -124,7 +124,7 @@ class CallHolder:
         self._run_ends_at = time.monotonic() + remaining
         self._body = body
         self._give_up = give_up
-        self._woken = threading.Event()
+        self._woken = woken
         self._done = False
         self._thread = threading.Thread(target=self._keep, name="celeriac-lease", daemon=True)
 
@@ -136,10 +136,6 @@ class CallHolder:
         self._done = True
         self._woken.set()
         self._thread.join()
-
-    def wake(self) -> None:
-        """Something happened to the run: look at once."""
-        self._woken.set()
 
     def _keep(self) -> None:
         renew_at = min(time.monotonic() + self._renew_every, self._run_ends_at)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import os
 import signal
 import threading
 from collections.abc import Awaitable, Callable
@@ -27,13 +28,17 @@ class ToolInterrupted(BaseException):
 class Body:
     """One run of one tool's function, which another thread may interrupt.
 
+    `ends_with_process`: a SIGTERM ends the process at once, as in a pool's child, whose parent then
+    answers for it.
+
     In the main thread it is interrupted by signal: where it runs, by an exception; where it waits
     in its event loop, by cancelling its task. In another thread only the latter is possible.
     """
 
     _running: Body | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, *, ends_with_process: bool = False) -> None:
+        self._ends_with_process = ends_with_process
         self._code: CodeType | None = None
         self._fired = False
         self._raised = False
@@ -47,6 +52,8 @@ class Body:
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread:
             signal.signal(SIGNAL, _raise_in_body)
+            if self._ends_with_process:
+                previous = signal.signal(signal.SIGTERM, _end_process)
             Body._running = self
             self._thread = threading.get_ident()
         try:
@@ -58,6 +65,8 @@ class Body:
         finally:
             if in_main_thread:
                 Body._running = None
+                if self._ends_with_process:
+                    signal.signal(signal.SIGTERM, previous)
 
     def interrupt(self) -> None:
         """Stop the body, from another thread. Does nothing once it has returned.
@@ -95,6 +104,11 @@ class Body:
             raise
         finally:
             self._loop = self._task = None
+
+
+def _end_process(_signal: int, _frame: FrameType | None) -> None:
+    # A SystemExit raised here would pass for the tool's own, and be recorded as its result.
+    os._exit(128 + signal.SIGTERM)
 
 
 def _raise_in_body(_signal: int, frame: FrameType | None) -> None:

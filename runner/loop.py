@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -142,6 +143,19 @@ class _Asked:
     usage: Usage = field(default_factory=Usage)
     exchanges: list[dict[str, Any]] = field(default_factory=list)
     answer: JsonValue = None
+    ended: bool = False
+    call: concurrent.futures.Future[ModelReply] | None = None
+
+    def hold(self, call: concurrent.futures.Future[ModelReply]) -> None:
+        self.call = call
+        if self.ended:
+            call.cancel()
+
+    def end(self) -> None:
+        """The run was ended from outside: drop the model call, if one is running."""
+        self.ended = True
+        if self.call is not None:
+            self.call.cancel()
 
 
 class Loop:
@@ -167,7 +181,7 @@ class Loop:
         self._nudges = Nudges(store)
         self._model_calls: set[concurrent.futures.Future[ModelReply]] = set()
         self.stopping = False
-        self._calls = CallRunner(store, self._nudges, settings.renew_every, kill)
+        self._calls = CallRunner(store, settings.renew_every, kill)
 
     def release(self) -> None:
         """This process stops: let go of every model call, so that another worker makes it."""
@@ -185,6 +199,12 @@ class Loop:
         """Take one step of a run: ask the model, then call tools, finish or wait."""
         if self.stopping:
             return NextStep(run_id, step)  # popped on the way out: it is for another worker
+        asked = _Asked()
+        # Watched from before it begins: no end from outside falls into a gap.
+        with self._nudges.watch(run_id, asked.end):
+            return self._advance(run_id, step, asked)
+
+    def _advance(self, run_id: str, step: int, asked: _Asked) -> Next:
         begun = self.store.begin_step(run_id, step)
         if isinstance(begun, Outcome):
             return Skip(run_id, begun)
@@ -192,7 +212,7 @@ class Loop:
         if begun.outcome is not Outcome.OK:
             return self._stop(record, begun.outcome)
         reach(Point.STEP_BEGUN)
-        started, asked = time.monotonic(), _Asked()
+        started = time.monotonic()
         try:
             answer = self._take_step(record, asked)
         finally:
@@ -284,7 +304,7 @@ class Loop:
         asked.exchanges.append(exchange)
         started = time.monotonic()
         try:
-            reply = self._hold_step(record, agent, request)
+            reply = self._hold_step(record, agent, request, asked)
         except ModelError as error:
             usage = error.usage or Usage(requests=1, known=False)
             exchange["error"] = {"type": error.type, "message": str(error), "status": error.status}
@@ -300,28 +320,30 @@ class Loop:
                 exchange["usage"] = usage.model_dump()
                 asked.usage += usage
 
-    def _hold_step(self, record: RunRecord, agent: Agent, request: ModelRequest) -> ModelReply:
+    def _hold_step(
+        self, record: RunRecord, agent: Agent, request: ModelRequest, asked: _Asked
+    ) -> ModelReply:
         """Keep the lease while the model answers; let go when the store says so."""
         model = self._model if agent.model is None or isinstance(agent.model, str) else agent.model
         if self.stopping:
             raise _Released
         future = background.submit(model.respond(request))
         self._model_calls.add(future)
+        asked.hold(future)
         if self.stopping:
             future.cancel()  # the stop came between the two lines above, and didn't see it
         try:
-            with self._nudges.watch(record.run_id, future.cancel):
-                while True:
-                    concurrent.futures.wait([future], timeout=self.settings.renew_every)
-                    if future.done() and not future.cancelled():
-                        return _reply_of(future)
-                    outcome = self.store.renew_step(record.run_id, record.epoch)
-                    if outcome is not Outcome.OK:
-                        future.cancel()
-                        raise _LetGo(outcome)
-                    if future.cancelled():
-                        # Nobody ended the run, so it is this process that ends.
-                        raise _Released
+            while True:
+                concurrent.futures.wait([future], timeout=self.settings.renew_every)
+                if future.done() and not future.cancelled():
+                    return _reply_of(future)
+                outcome = self.store.renew_step(record.run_id, record.epoch)
+                if outcome is not Outcome.OK:
+                    future.cancel()
+                    raise _LetGo(outcome)
+                if future.cancelled():
+                    # Nobody ended the run, so it is this process that ends.
+                    raise _Released
         finally:
             self._model_calls.discard(future)
 
@@ -413,6 +435,11 @@ class Loop:
 
     def call_tool(self, run_id: str, step: int, index: int) -> Next:
         """Run one call of a step, and record its result; the last one opens the next step."""
+        woken = threading.Event()
+        with self._nudges.watch(run_id, woken.set):
+            return self._call_tool(run_id, step, index, woken)
+
+    def _call_tool(self, run_id: str, step: int, index: int, woken: threading.Event) -> Next:
         call = self.store.begin_call(run_id, step, index)
         if isinstance(call, Outcome):
             return Skip(run_id, call)
@@ -420,7 +447,7 @@ class Loop:
             return self._stop(call.record, call.outcome)
         reach(Point.CALL_BEGUN)
         tool = self._tool(call)
-        executed = self._calls.run(call, tool)
+        executed = self._calls.run(call, tool, woken)
         reach(Point.CALL_RAN)
         if isinstance(executed, Outcome):
             return self._let_go(call.record, executed)

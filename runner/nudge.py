@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 RECONNECT_AFTER = 1.0
 
+LISTEN_WITHIN = 1.0
+
 
 class Nudges:
     """One listener for each process, started with the first attempt that it watches."""
@@ -27,6 +29,7 @@ class Nudges:
         self._store = store
         self._pid = 0
         self._closed = threading.Event()
+        self._listening = threading.Event()
         self._lock = threading.Lock()
         self._watchers: dict[str, set[Callable[[], object]]] = defaultdict(set)
 
@@ -61,8 +64,11 @@ class Nudges:
         # its lock may have been held.
         self._lock = threading.Lock()
         self._watchers = defaultdict(set)
+        self._listening = threading.Event()
         self._pid = os.getpid()
         threading.Thread(target=self._listen, name="celeriac-nudges", daemon=True).start()
+        # The first attempt of a process would be the one to miss a nudge.
+        self._listening.wait(LISTEN_WITHIN)
 
     def _listen(self) -> None:
         while not self._closed.is_set():
@@ -70,6 +76,7 @@ class Nudges:
                 channel = self._store.redis.pubsub(ignore_subscribe_messages=True)  # type: ignore[no-untyped-call]
                 with channel:
                     channel.subscribe(keys.NUDGE)
+                    self._listening.set()
                     while not self._closed.is_set():
                         message = channel.get_message(timeout=1.0)
                         if message is not None:

@@ -17,11 +17,19 @@ from runner.loop import Loop, NextStep
 from tasks.accept import accept_goal
 from tasks.deliver import store_started
 from tasks.hints import CALL_TOOL, PING, START, STEP, publish
-from tasks.requests import CallRequest, HiddenRequest
+from tasks.requests import CallRequest, HiddenRequest, StepRequest
 
 
 def add_tasks(app: Celery, loop: Loop) -> None:
     """Give a worker's app the tasks of the loop."""
+
+    class Step(StepRequest):
+        """A step of this worker's loop."""
+
+    class Call(CallRequest):
+        """A call of this worker's loop."""
+
+    Step.loop = Call.loop = loop
 
     @app.task(name=START, bind=True, shared=False, Request=HiddenRequest)
     def start(self: Task, goal: str, agent: str, **options: Any) -> None:
@@ -31,15 +39,10 @@ def add_tasks(app: Celery, loop: Loop) -> None:
         store_started(app, run_id)
         publish(app, loop.store, NextStep(run_id, 0))
 
-    @app.task(name=STEP, shared=False)
+    @app.task(name=STEP, shared=False, Request=Step)
     def step(run_id: str, step: int) -> None:
         publish(app, loop.store, loop.advance(run_id, step))
         reach(Point.STEP_PUBLISHED)
-
-    class Call(CallRequest):
-        """A call of this worker's loop."""
-
-    Call.loop = loop
 
     @app.task(name=CALL_TOOL, shared=False, Request=Call)
     def call_tool(run_id: str, step: int, index: int) -> None:

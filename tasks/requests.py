@@ -25,6 +25,16 @@ class HiddenRequest(Request):
         return shown
 
 
+class StepRequest(Request):
+    """For `celeriac.step`: a thread can't be killed, but its model call can be let go of."""
+
+    loop: ClassVar[Loop]
+
+    def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:  # noqa: ARG002
+        """A cold stop: the step's thread lets go, and another worker takes the step."""
+        self.loop.release()
+
+
 class CallRequest(Request):
     """For `celeriac.call_tool`: a lost child is answered at once, not at its lease's end."""
 
@@ -43,6 +53,12 @@ class CallRequest(Request):
         super().on_timeout(soft, timeout)
         if not soft:
             self._lose_call()
+
+    def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:  # noqa: ARG002
+        """A cold stop: the child is ended, and another worker takes the call if it may."""
+        self.loop.stopping = True
+        super().cancel(pool, signal="KILL", emit_retry=False)
+        self._lose_call()
 
     def _lose_call(self) -> None:
         if self.worker_pid is None:

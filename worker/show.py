@@ -80,6 +80,8 @@ def _describe_run_event(event: Event, style: Style) -> str:
             return f"step {event.step} waits {data.get('delay')} s: {data.get('reason')}"
         case "run.recovered":
             return f"step {event.step} recovered: its worker is gone"
+        case "run.resumed":
+            return f"run resumed at step {event.step}"
         case "run.finished":
             paint = style.good if data.get("ok") else style.bad
             limit = f" ({data['limit']})" if data.get("limit") else ""

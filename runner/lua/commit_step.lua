@@ -60,6 +60,7 @@ add_event(KEYS[5], ARGV[5], 'model.answered', step, '', ARGV[14])
 local count = (#ARGV - first_call + 1) / 7
 if count == 0 then
   redis.call('HINCRBY', KEYS[1], 'step', 1)
+  redis.call('HSET', KEYS[1], 'status', 'queued')
   return {'OK'}
 end
 redis.call('DEL', KEYS[3], KEYS[4])

@@ -219,3 +219,42 @@ def types(run: Run) -> list[str]:
 def plain_app(stage: Stage) -> Celery:
     """An app that knows nothing of ours but the broker."""
     return Celery("shop", broker=stage.fleet.redis_url, set_as_current=False)
+
+
+def test_a_cold_stop_hands_a_model_call_over_at_once(open_fleet: OpenStage) -> None:
+    stage = open_fleet(CELERIAC_LEASE="60", CELERIAC_RENEW_EVERY="20")
+    run = stage.submit([final("never read") | {"delay": 60}, final("from the second")])
+    stage.fleet.wait_for(lambda: stage.requests(run))
+    stage.fleet.start("steps", name="second")
+    stage.fleet.wait_for(partial(is_ready, stage, "second"))
+
+    stage.fleet.stop("steps", signal.SIGQUIT, timeout=10)
+
+    assert run.result(timeout=10).answer == "from the second"
+
+
+def test_a_cold_stop_hands_an_idempotent_call_over_at_once(open_fleet: OpenStage) -> None:
+    stage = open_fleet(CELERIAC_LEASE="60", CELERIAC_RENEW_EVERY="20")
+    run = stage.submit([calls(("slow_until_second", {})), final("done")])
+    stage.fleet.wait_for(lambda: types(run).count("call.started"))
+    stage.fleet.start("tools", name="second")
+    stage.fleet.wait_for(partial(is_ready, stage, "second"))
+
+    stage.fleet.stop("tools", signal.SIGQUIT, timeout=15)
+
+    assert run.result(timeout=15).ok
+    assert stage.results(run) == ["second"]
+
+
+def test_a_cold_stop_tells_the_model_that_an_outcome_is_unknown(open_fleet: OpenStage) -> None:
+    stage = open_fleet(CELERIAC_LEASE="3", CELERIAC_RENEW_EVERY="1")
+    run = stage.submit([calls(("wait_for_end", {})), final("done")])
+    stage.fleet.wait_for(lambda: types(run).count("call.started"))
+    stage.fleet.start("tools", name="second")
+    stage.fleet.wait_for(partial(is_ready, stage, "second"))
+
+    stage.fleet.stop("tools", signal.SIGQUIT, timeout=15)
+
+    assert run.result(timeout=15).ok
+    assert json.loads(stage.results(run)[0])["error"]["type"] == "OUTCOME_UNKNOWN"
+    assert stage.fleet.ledger.count("wait-begin") == 1

@@ -807,3 +807,13 @@ def test_a_stop_that_comes_as_the_model_is_asked_is_not_missed(
 
     monkeypatch.setattr(background, "submit", submit_and_stop)
     assert loop.advance(RUN, 0) == NextStep(RUN, 0)
+
+
+def test_whatever_a_users_model_raises_ends_the_run_with_a_typed_error(start: Start) -> None:
+    loop = start(ZeroDivisionError("sk-secret"))
+    assert loop.advance(RUN, 0) == Finish(RUN, StopReason.ERROR)
+    result = loop.store.read_result(RUN)
+    assert result is not None
+    assert result.error is not None
+    assert result.error.type == "MODEL_BAD_RESPONSE"
+    assert "sk-secret" not in result.model_dump_json()

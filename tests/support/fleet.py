@@ -91,6 +91,7 @@ class Fleet:
             return process.wait(timeout)
         finally:
             _kill_group(process)
+            process.wait(10)
 
     def kill(self, name: str) -> None:
         """SIGKILL a worker and all its children at once."""
@@ -120,6 +121,7 @@ class Fleet:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
             _kill_group(process)
+            process.wait(10)
 
 
 @contextlib.contextmanager

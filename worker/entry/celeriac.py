@@ -58,10 +58,9 @@ def _explain(name: str, found: str) -> str:
 
 
 def _is_ours(spec: ModuleSpec) -> bool:
-    """Whether this is a package of the project: wherever that is, this file's source is in it."""
-    return any(
-        (place.parent / "worker" / "entry" / "celeriac.py").is_file() for place in _places(spec)
-    )
+    """Whether this is a package of the project: this file stands beside it, or its source does."""
+    beside = ("celeriac.py", "worker/entry/celeriac.py")
+    return any((place.parent / each).is_file() for place in _places(spec) for each in beside)
 
 
 def _places(spec: ModuleSpec) -> list[Path]:
