@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from pydantic import JsonValue
 
@@ -34,7 +34,7 @@ from runner.context import (
     tool_message,
 )
 from runner.decide import count_invalid, decide_calls
-from runner.errors import ModelError
+from runner.errors import ModelError, RedisUnavailable
 from runner.failpoints import Point, reach
 from runner.model import OpenAIModel, retry_delay
 from runner.models import (
@@ -65,6 +65,12 @@ PASS_ON_DELAY = 1.0
 
 MAX_PASSES = 10
 """How often a call is passed on by workers that lack its tool, before the model is told."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+INSIST_EVERY = 0.2
+"""Seconds between two tries to write to a Redis that is away."""
 
 RETRY_DELAY = 0.5
 """Seconds before an idempotent tool that timed out is started again; doubled each time."""
@@ -249,7 +255,8 @@ class Loop:
             known = ", ".join(sorted(self.agents)) or "none"
             message = f"no agent named {record.agent!r}; known agents: {known}"
             return self._fail(record, RunErrorType.CONFIG_ERROR, message, asked)
-        outcome = self.store.park_step(
+        outcome = self._insist(
+            self.store.park_step,
             record,
             delay=PASS_ON_DELAY,
             usage=Usage(),
@@ -337,7 +344,15 @@ class Loop:
                 concurrent.futures.wait([future], timeout=self.settings.renew_every)
                 if future.done() and not future.cancelled():
                     return _reply_of(future)
-                outcome = self.store.renew_step(record.run_id, record.epoch)
+                try:
+                    outcome = self.store.renew_step(record.run_id, record.epoch)
+                except RedisUnavailable as error:
+                    if future.cancelled():
+                        raise
+                    # A Redis that is away for a while is no reason to lose what was asked:
+                    # the lease decides.
+                    logger.warning("run=%s can't renew its lease: %s", record.run_id, error)
+                    continue
                 if outcome is not Outcome.OK:
                     future.cancel()
                     raise _LetGo(outcome)
@@ -345,6 +360,7 @@ class Loop:
                     # Nobody ended the run, so it is this process that ends.
                     raise _Released
         finally:
+            future.cancel()  # whatever went wrong here: nobody waits for the answer any more
             self._model_calls.discard(future)
 
     def _call_tools(self, agent: Agent, record: RunRecord, reply: ToolCalls, asked: _Asked) -> Next:
@@ -384,7 +400,8 @@ class Loop:
             trace["results"] = [
                 call.result.model_dump(mode="json") for call in calls if call.result is not None
             ]
-        outcome, hints = self.store.commit_step(
+        outcome, hints = self._insist(
+            self.store.commit_step,
             record,
             messages=messages,
             calls=[] if refused else calls,
@@ -422,7 +439,8 @@ class Loop:
             delay = retry_delay(agent.model_retry, record.model_attempts + 1, error)
         if delay is None or delay >= record.remaining:
             return self._fail(record, error.type, str(error), asked)
-        outcome = self.store.park_step(
+        outcome = self._insist(
+            self.store.park_step,
             record,
             delay=delay,
             usage=asked.usage,
@@ -454,15 +472,15 @@ class Loop:
         result = executed.result
         _log_call(call.record, result)
         if tool is None and call.outcome is Outcome.OK:
-            outcome = self.store.retry_call(
-                call, delay=PASS_ON_DELAY, result=result, passes=MAX_PASSES
+            outcome = self._insist(
+                self.store.retry_call, call, delay=PASS_ON_DELAY, result=result, passes=MAX_PASSES
             )
             if outcome is not Outcome.LOST:
                 return Wait(run_id) if outcome is Outcome.OK else Skip(run_id, outcome)
         timed_out = result.error is not None and result.error.type == ToolErrorType.TIMEOUT
         if timed_out and tool is not None and tool.idempotent and call.attempt < tool.attempts:
             delay = RETRY_DELAY * 2 ** (call.attempt - 1)
-            outcome = self.store.retry_call(call, delay=delay, result=result)
+            outcome = self._insist(self.store.retry_call, call, delay=delay, result=result)
             return Wait(run_id) if outcome is Outcome.OK else Skip(run_id, outcome)
         answer = self._record(run_id, step, index, executed)
         reach(Point.CALL_RECORDED)
@@ -474,7 +492,9 @@ class Loop:
             error = executed.result.error
             message = error.message if error else "a tool ended the run"
             fatal = RunError(type=RunErrorType.TOOL_ERROR, message=message)
-        outcome, turn = self.store.record_result(run_id, step, index, executed.result, fatal=fatal)
+        outcome, turn = self._insist(
+            self.store.record_result, run_id, step, index, executed.result, fatal=fatal
+        )
         if outcome not in (Outcome.WAIT, Outcome.LAST):
             return Skip(run_id, outcome)
         if fatal is not None:
@@ -530,6 +550,17 @@ class Loop:
                 )
                 return self._end(record, StopReason.ERROR, None, error=error)
 
+    def _insist(self, write: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Write down what was paid for: a Redis that is away for less than a lease loses none."""
+        ends_at = time.monotonic() + self.settings.lease
+        while True:
+            try:
+                return write(*args, **kwargs)
+            except RedisUnavailable:
+                if self.stopping or time.monotonic() >= ends_at:
+                    raise
+                time.sleep(INSIST_EVERY)
+
     def _let_go(self, record: RunRecord, outcome: Outcome) -> Next:
         if outcome is Outcome.EXPIRED:
             return self._stop(record, outcome)
@@ -562,7 +593,8 @@ class Loop:
     ) -> Next:
         if limit is not None:
             error = RunError(type=stop_reason, message=_limit_message(limit, _limits(record)))
-        ended = self.store.end_run(
+        ended = self._insist(
+            self.store.end_run,
             record.run_id,
             stop_reason,
             epoch=epoch,

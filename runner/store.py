@@ -303,6 +303,7 @@ class RunStore:
                 dump(trace) if trace else "",
                 dump(data if limit is None else data | {"limit": limit}),
                 keys.NUDGE,
+                ms(self.settings.hint_grace),
             ],
         )
         stands = StopReason(reply[1]) if len(reply) > 1 else None

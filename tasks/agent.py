@@ -12,6 +12,7 @@ from typing import Any
 
 from celery import Celery, Task
 
+from runner.errors import AgentError, InvalidInput
 from runner.failpoints import Point, reach
 from runner.loop import Loop, NextStep
 from tasks.accept import accept_goal
@@ -31,11 +32,18 @@ def add_tasks(app: Celery, loop: Loop) -> None:
 
     Step.loop = Call.loop = loop
 
-    @app.task(name=START, bind=True, shared=False, Request=HiddenRequest)
+    @app.task(
+        name=START,
+        bind=True,
+        shared=False,
+        Request=HiddenRequest,
+        throws=(AgentError, InvalidInput),  # refused: one line in the log, and no traceback
+    )
     def start(self: Task, goal: str, agent: str, **options: Any) -> None:
         """Accept a goal from an app that has no client of ours; the task's id is the run's id."""
         run_id = self.request.id
-        accept_goal(loop.store, goal, agent=agent, run_id=run_id, agents=loop.agents, **options)
+        # Any worker of the fleet may take the run: by the catalog, as a client does.
+        accept_goal(loop.store, goal, agent=agent, run_id=run_id, **options)
         store_started(app, run_id)
         publish(app, loop.store, NextStep(run_id, 0))
 

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from celery import Celery
+from kombu.exceptions import OperationalError
 from pydantic import JsonValue
 
 from runner.agents import Agents
-from runner.errors import ResultTimeout, RunFinished, RunNotFound
+from runner.errors import RedisUnavailable, ResultTimeout, RunFinished, RunNotFound
 from runner.keys import check_run_id
 from runner.loop import NextStep, cancel_run
 from runner.models import Event, FinalResult, Limits, OnFinish, Principal, RunStatus, StopReason
@@ -102,7 +103,12 @@ class Client:
         token = uuid.uuid4().hex
         started = time.monotonic()
         name = {"steps": STEPS_QUEUE, "tools": TOOLS_QUEUE}[queue]
-        self._app.send_task(PING, args=(token,), queue=name, expires=timeout)
+        try:
+            self._app.send_task(PING, args=(token,), queue=name, expires=timeout)
+        except OperationalError as error:
+            raise RedisUnavailable(
+                "the broker doesn't answer; check CELERIAC_BROKER_URL"
+            ) from error
         if self.store.wait_for_ping(token, timeout):
             return time.monotonic() - started
         return None

@@ -18,9 +18,10 @@ def publishing_config(settings: Settings) -> dict[str, Any]:
         # The run's record is the result; a result backend would hold a second, weaker truth.
         "task_ignore_result": True,
         **({"result_backend": settings.result_backend} if settings.result_backend else {}),
-        # A broker that is away costs a submit about a second: recovery publishes later.
+        # A broker that is away costs a submit about a second, a silent one about six: recovery
+        # publishes later.
         "task_publish_retry_policy": {
-            "max_retries": 2,
+            "max_retries": 1,
             "interval_start": 0.1,
             "interval_step": 0.2,
             "interval_max": 0.5,
@@ -32,7 +33,7 @@ def publishing_config(settings: Settings) -> dict[str, Any]:
             # recovers a lost hint, and redelivery after a visibility timeout would double it.
             "ack_emulation": False,
             # A half-open connection is found within seconds, not within a minute.
-            "socket_timeout": 10,
+            "socket_timeout": 2,
             "socket_connect_timeout": 3,
             "socket_keepalive": True,
             "health_check_interval": 5,

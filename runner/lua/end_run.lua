@@ -28,6 +28,7 @@
 -- ARGV[17] trace entry as JSON, or empty
 -- ARGV[18] event data as JSON
 -- ARGV[19] channel for the nudge
+-- ARGV[20] grace in ms, for the holder to deliver what the end was promised to
 -- Returns OK | ALREADY | STALE | FENCED, with the stop reason that stands, and 1 where its end was promised to somebody
 local status, phase, step, epoch, stop = unpack(
   redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'epoch', 'stop_reason'))
@@ -67,7 +68,7 @@ redis.call('HSET', KEYS[1], 'status', 'finished', 'phase', 'ended', 'stop_reason
   'answer', ARGV[4], 'error', ARGV[5], 'limit', ARGV[6], 'ended', int(now), 'lease', 0)
 local promised = redis.call('HGET', KEYS[1], 'promised') == '1'
 if promised then
-  redis.call('ZADD', KEYS[8], int(now), ARGV[1])
+  redis.call('ZADD', KEYS[8], int(ARGV[2] == '' and now or now + tonumber(ARGV[20])), ARGV[1])
 else
   redis.call('ZREM', KEYS[8], ARGV[1])
 end

@@ -235,7 +235,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         owner = self.server.owner
-        raw = self.rfile.read(int(self.headers.get("content-length", "0")))
+        length = int(self.headers.get("content-length", "0"))
+        raw = self.rfile.read(length)
+        if len(raw) < length:
+            self.close_connection = True  # the client left before it had said all
+            owner._count_disconnect()
+            return
         headers = {
             name.lower(): value
             for name, value in self.headers.items()
