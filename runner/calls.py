@@ -48,7 +48,7 @@ class CallRunner:
             timeout=tool.timeout,
             remaining=call.record.remaining,
             body=body,
-            give_up=lambda: self._give_up(call, tool),
+            give_up=lambda reason: self._give_up(call, tool, reason),
             woken=woken,
         )
         started = time.monotonic()
@@ -87,8 +87,11 @@ class CallRunner:
             is_cancelled=lambda: holder.reason is not None,
         )
 
-    def _give_up(self, call: BegunCall, tool: Tool) -> None:
-        """The body won't let go: record that in its place, and end the process that it holds."""
+    def _give_up(self, call: BegunCall, tool: Tool, reason: Outcome | None) -> None:
+        """The body won't let go: record that in its place, and end the process that it holds.
+
+        With a `reason` the call has no say any more, and nothing is recorded.
+        """
         if self._kill is None:
             return
         run_id, step = call.record.run_id, call.record.step
@@ -98,8 +101,9 @@ class CallRunner:
             call.decision.call_id,
             tool.name,
         )
-        result = _error(call, _timeout(tool), duration=tool.timeout + KILL_GRACE).result
-        self._store.record_result(run_id, step, call.index, result, fatal=None)
+        if reason is None:
+            result = _error(call, _timeout(tool), duration=tool.timeout + KILL_GRACE).result
+            self._store.record_result(run_id, step, call.index, result, fatal=None)
         self._kill()
 
 
@@ -114,7 +118,7 @@ class CallHolder:
         timeout: float,
         remaining: float,
         body: Body,
-        give_up: Callable[[], None],
+        give_up: Callable[[Outcome | None], None],
         woken: threading.Event,
     ) -> None:
         self.reason: Outcome | None = None
@@ -169,7 +173,7 @@ class CallHolder:
             self._body.interrupt()
             self._woken.wait(0.05)
             if not self._done and time.monotonic() > patience:
-                self._give_up()
+                self._give_up(self.reason)
                 return
 
 

@@ -13,6 +13,7 @@ import pytest
 from celery import Celery
 
 from runner import StopReason
+from support.command import COMMAND, PYTHONPATH
 from support.model_server import calls, final
 from support.stage import OpenStage, Stage
 from tasks import Run
@@ -49,6 +50,28 @@ def test_r21_a_call_that_kills_its_process_each_time_is_poisoned(open_fleet: Ope
     assert json.loads(poisoned)["error"]["type"] == "POISONED"
     starts = [line for line in stage.fleet.ledger if line.startswith("die_always")]
     assert starts == ["die_always 1", "die_always 2", "die_always 3"]
+
+
+def test_r21_a_step_that_kills_its_worker_each_time_ends_its_run_poisoned(
+    open_fleet: OpenStage,
+) -> None:
+    stage = open_fleet(CELERIAC_LEASE="1", CELERIAC_RENEW_EVERY="0.3")
+    run = stage.submit([], agent="lethal")
+    for number in range(3):
+        if number:
+            stage.fleet.start("steps", name=f"steps-{number}")
+        name = "steps" if number == 0 else f"steps-{number}"
+        assert stage.fleet.workers[name].wait(20) == 9
+    stage.fleet.start("steps", name="last")
+
+    result = run.result(timeout=20)
+
+    assert result.stop_reason is StopReason.ERROR
+    assert result.error is not None
+    assert result.error.type == "POISONED"
+    assert "3 attempts of step 0" in result.error.message
+    assert stage.fleet.ledger.count("lethal") == 3
+    assert stage.submit([]).result(timeout=20).ok
 
 
 def test_r09_another_worker_goes_on_when_one_is_killed_in_a_model_call(
@@ -258,3 +281,57 @@ def test_a_cold_stop_tells_the_model_that_an_outcome_is_unknown(open_fleet: Open
     assert run.result(timeout=15).ok
     assert json.loads(stage.results(run)[0])["error"]["type"] == "OUTCOME_UNKNOWN"
     assert stage.fleet.ledger.count("wait-begin") == 1
+
+
+def test_r30_a_cancelled_tool_that_swallows_its_interrupt_is_killed_and_its_slot_is_free(
+    open_fleet: OpenStage,
+) -> None:
+    stage = open_fleet()
+    held = [stage.submit([calls(("stubborn_for_long", {}))]) for _ in range(4)]
+    stage.fleet.wait_for(lambda: stage.fleet.ledger.count("stubborn-begin") == 4)
+    cancelled_at = time.monotonic()
+    for run in held:
+        run.cancel()
+
+    assert [run.result(timeout=1).stop_reason for run in held] == [StopReason.CANCELLED] * 4
+    after = stage.submit([calls(("ping", {}))])
+    assert after.result(timeout=20).ok
+    assert time.monotonic() - cancelled_at < 8  # a grace of two seconds, and new children
+
+
+def test_the_deadline_holds_while_no_worker_is_up(open_fleet: OpenStage) -> None:
+    stage = open_fleet()
+    stage.fleet.stop("steps")
+    stage.fleet.stop("tools")
+    run = stage.submit([], agent="hasty")
+    deadline = run.info().deadline
+    stage.fleet.wait_for(lambda: time.time() > deadline)
+    stage.fleet.start("tools", name="later")
+
+    assert run.result(timeout=10).stop_reason is StopReason.TIMEOUT
+    assert stage.requests(run) == []
+
+
+def test_a_probe_tells_a_worker_that_answers_from_none(open_fleet: OpenStage) -> None:
+    stage = open_fleet()
+
+    def command(*words: str) -> subprocess.CompletedProcess[str]:
+        environ = stage.fleet.environ | {"PYTHONPATH": PYTHONPATH}
+        return subprocess.run(
+            [*COMMAND, *words], env=environ, capture_output=True, text=True, check=False, timeout=30
+        )
+
+    assert stage.client.ping("tools", timeout=10) is not None
+    alive = command("ping", "--queue", "steps", "--timeout", "10")
+    assert (alive.returncode, alive.stderr) == (0, "")
+    stage.fleet.stop("tools")
+    dead = command("ping", "--queue", "tools", "--timeout", "0.5")
+    assert dead.returncode == 1
+    assert "no worker of the queue tools answered" in dead.stderr
+
+    run = stage.submit([calls(("nothing", {})), calls(("nothing", {}))], agent="two-steps")
+    assert run.result(timeout=10).stop_reason is StopReason.MAX_STEPS
+    resumed = command("resume", run.id, "--max-steps", "3")
+    assert (resumed.returncode, resumed.stdout) == (0, f"resumed {run.id}\n")
+    assert run.result(timeout=10).ok
+    assert command("resume", run.id).returncode == 5

@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from runner import Agent, Context, Evidence, Limits, Result, Retry, ToolError, tool
+from runner import Agent, Context, Evidence, Limits, ModelRequest, Result, Retry, ToolError, tool
+from runner.models import ModelReply
 
 
 def note(line: str) -> None:
@@ -85,6 +86,17 @@ def hang_idempotent(ctx: Context) -> None:
 @tool(timeout=0.5)
 def stubborn() -> None:
     """Never return, and swallow whatever would stop it."""
+    note("stubborn-begin")
+    while True:
+        try:
+            time.sleep(3600)
+        except BaseException:  # noqa: BLE001 - that is the point
+            continue
+
+
+@tool(timeout=60)
+def stubborn_for_long() -> None:
+    """Never return, and swallow whatever would stop it, for as long as it may run."""
     note("stubborn-begin")
     while True:
         try:
@@ -175,6 +187,7 @@ TOOLS = [
     hang,
     hang_idempotent,
     stubborn,
+    stubborn_for_long,
     wait_for_end,
     die,
     die_always,
@@ -185,6 +198,15 @@ TOOLS = [
     pick,
 ]
 
+
+class Lethal:
+    """A model that takes its worker with it."""
+
+    async def respond(self, request: ModelRequest) -> ModelReply:
+        note("lethal")
+        os._exit(9)
+
+
 quick_retry = Retry(max_attempts=3, initial_delay=0.1, max_delay=0.5)
 
 helper = Agent(name="helper", instructions="Help.", tools=TOOLS, model_retry=quick_retry)
@@ -193,4 +215,5 @@ hasty = Agent(name="hasty", tools=TOOLS, limits=Limits(timeout=2))
 frugal = Agent(name="frugal", tools=TOOLS, limits=Limits(max_tool_calls=2))
 narrow = Agent(name="narrow", tools=TOOLS, limits=Limits(max_parallel_calls=1))
 sparing = Agent(name="sparing", tools=TOOLS, limits=Limits(max_tokens=30))
+lethal = Agent(name="lethal", model=Lethal())
 typed = Agent(name="typed", tools=TOOLS, output_type=dict[str, int])
