@@ -26,9 +26,10 @@ setup: $(VENV)/ready  ## Make the virtual environment
 
 .PHONY: run
 run: $(VENV)/ready  ## Run the main job; GOAL="..." and WORKSPACE=folder change it
-	@CELERIAC_AGENTS=examples.workspace WORKSPACE='$(WORKSPACE)' \
+	@CELERIAC_AGENTS=examples.workspace \
 		$(BIN)/celeriac run --agent workspace "$$GOAL"
 run: export GOAL := $(GOAL)
+run: export WORKSPACE := $(WORKSPACE)
 
 .PHONY: test
 test: $(VENV)/ready lint  ## Pass the linters, the type checker and the tests

@@ -27,5 +27,9 @@ def check_answer(agent: Agent, text: str) -> tuple[JsonValue, str | None]:
             f"Your answer doesn't match the required JSON schema ({problems}). "
             "Answer again with the corrected JSON alone."
         )
+    except Exception as error:  # noqa: BLE001 - a validator of the user's may raise anything
+        return None, (
+            f"Your answer was refused ({type(error).__name__}). Answer again, in the required form."
+        )
     answer: JsonValue = agent.output.dump_python(value, mode="json")
     return answer, None

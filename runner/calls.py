@@ -101,10 +101,12 @@ class CallRunner:
             call.decision.call_id,
             tool.name,
         )
-        if reason is None:
-            result = _error(call, _timeout(tool), duration=tool.timeout + KILL_GRACE).result
-            self._store.record_result(run_id, step, call.index, result, fatal=None)
-        self._kill()
+        try:
+            if reason is None:
+                result = _error(call, _timeout(tool), duration=tool.timeout + KILL_GRACE).result
+                self._store.record_result(run_id, step, call.index, result, fatal=None)
+        finally:
+            self._kill()  # whatever becomes of the write: the slot is somebody else's
 
 
 class CallHolder:

@@ -334,7 +334,7 @@ class Loop:
         model = self._model if agent.model is None or isinstance(agent.model, str) else agent.model
         if self.stopping:
             raise _Released
-        future = background.submit(model.respond(request))
+        future = background.submit(_respond(model, request))
         self._model_calls.add(future)
         asked.hold(future)
         if self.stopping:
@@ -647,11 +647,22 @@ class Loop:
         return None if agent is None else agent.toolbox.get(call.decision.name)
 
 
+async def _respond(model: Model, request: ModelRequest) -> ModelReply:
+    try:
+        return await model.respond(request)
+    except (SystemExit, KeyboardInterrupt) as error:
+        # Either would end the loop of this process, and with it every later model call.
+        name = type(error).__name__
+        raise ModelError(
+            f"the model raised {name}", type=RunErrorType.MODEL_BAD_RESPONSE
+        ) from error
+
+
 def _reply_of(future: concurrent.futures.Future[ModelReply]) -> ModelReply:
     """The reply; whatever a user's own model raises is an error of the model's, not of the loop."""
     error = future.exception()
-    if error is None or isinstance(error, ModelError):
-        return future.result()
+    if error is None or isinstance(error, ModelError | AssertionError):
+        return future.result()  # an AssertionError is a scripted model's, for the test to see
     name = type(error).__name__
     raise ModelError(f"the model raised {name}", type=RunErrorType.MODEL_BAD_RESPONSE) from error
 

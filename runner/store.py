@@ -23,7 +23,7 @@ from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry as RedisRetry
 
 from runner import keys
-from runner.errors import RedisUnavailable, RunNotFound
+from runner.errors import RedisUnavailable, RunNotFound, SchemaError
 from runner.models import (
     SCHEMA_VERSION,
     Event,
@@ -159,6 +159,8 @@ def connect(url: str) -> redis.Redis:
         socket_connect_timeout=3,
         socket_keepalive=True,
         health_check_interval=15,
+        # The default is 100, and a steps worker may have more threads than that.
+        max_connections=10_000,
         retry=RedisRetry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), 3),
     )
 
@@ -701,7 +703,7 @@ class RunStore:
     def list_runs(self, limit: int) -> Iterator[RunRecord]:
         """Runs, unfinished ones first, then the last finished; at most `limit` are looked at."""
         for run_id in self._ask("zrevrange", keys.RUNS, 0, limit - 1):
-            with contextlib.suppress(RunNotFound):
+            with contextlib.suppress(RunNotFound, SchemaError):
                 yield self.read_run(run_id)
 
     def publish_agents(self, limits: Mapping[str, Limits]) -> None:
@@ -770,6 +772,10 @@ def reporting_redis_errors() -> Iterator[None]:
     except (redis.ConnectionError, redis.TimeoutError) as error:
         raise RedisUnavailable(
             "Redis doesn't answer at CELERIAC_REDIS_URL; start it, or check host and port"
+        ) from error
+    except redis.ReadOnlyError as error:
+        raise RedisUnavailable(
+            "Redis is a replica and takes no writes; wait for the failover, or name the primary"
         ) from error
     except redis.OutOfMemoryError as error:
         raise RedisUnavailable(

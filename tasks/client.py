@@ -12,7 +12,7 @@ from kombu.exceptions import OperationalError
 from pydantic import JsonValue
 
 from runner.agents import Agents
-from runner.errors import RedisUnavailable, ResultTimeout, RunFinished, RunNotFound
+from runner.errors import InvalidInput, RedisUnavailable, ResultTimeout, RunFinished, RunNotFound
 from runner.keys import check_run_id
 from runner.loop import NextStep, cancel_run
 from runner.models import Event, FinalResult, Limits, OnFinish, Principal, RunStatus, StopReason
@@ -100,6 +100,8 @@ class Client:
 
         A worker can be up and deaf; one that answers has taken a task and reached Redis.
         """
+        if queue not in ("steps", "tools"):
+            raise InvalidInput("queue is steps or tools")
         token = uuid.uuid4().hex
         started = time.monotonic()
         name = {"steps": STEPS_QUEUE, "tools": TOOLS_QUEUE}[queue]
@@ -191,18 +193,20 @@ class Run:
                 f"run {self.id} has already ended {ended.stop_reason}; nothing was changed"
             )
 
+    def limits(self) -> Limits:
+        """The limits of the run's agent, as the workers announce them; else those of the run."""
+        record = self._store.read_run(self.id)
+        return self._store.read_agents().get(record.agent) or record.limits or Limits()
+
     def resume(self, limits: Limits | None = None) -> None:
         """Take a run up again that ended `MAX_STEPS`, `TIMEOUT`, `BUDGET_EXHAUSTED` or `ERROR`.
 
-        What it did stands: completed calls don't run again. `limits` (those of the run unless
+        What it did stands: completed calls don't run again. `limits` (those of the agent unless
         given) count from here on: so many more steps, so much more time. Raises `RunFinished` where
         the run ended otherwise, and does nothing where it runs.
         """
         record = self._store.read_run(self.id)
-        before = record.limits or Limits()
-        if limits is None and record.agent in (known := self._store.read_agents()):
-            limits = known[record.agent]
-        outcome = self._store.resume_run(record, limits or before)
+        outcome = self._store.resume_run(record, limits or self.limits())
         if outcome is Outcome.FENCED:
             raise RunFinished(
                 f"run {self.id} ended {record.stop_reason}, which can't be resumed; submit anew"

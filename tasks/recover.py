@@ -44,12 +44,13 @@ class Recoverer:
         for run_id in run_ids:
             try:
                 found = self._loop.recover(run_id)
+                if not isinstance(found, Skip):
+                    logger.info("run=%s recovered: %s", run_id, type(found).__name__)
+                publish(self._app, self._loop.store, found)
             except SchemaError as error:
                 logger.debug("run=%s is left to others: %s", run_id, error)
-                continue
-            if not isinstance(found, Skip):
-                logger.info("run=%s recovered: %s", run_id, type(found).__name__)
-            publish(self._app, self._loop.store, found)
+            except Exception as error:  # noqa: BLE001 - one run's trouble delays no other
+                logger.warning("run=%s can't be recovered: %s", run_id, type(error).__name__)
         return len(run_ids)
 
     def _run(self) -> None:

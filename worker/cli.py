@@ -250,10 +250,10 @@ def cancel(options: argparse.Namespace) -> int:
 def resume(options: argparse.Namespace) -> int:
     given = {"max_steps": options.max_steps, "timeout": options.timeout}
     changed = {name: value for name, value in given.items() if value is not None}
-    from runner.models import Limits
-
     with _client(_settings()) as client:
-        client.get(options.run).resume(Limits(**changed) if changed else None)
+        run = client.get(options.run)
+        limits = run.limits().model_copy(update=changed) if changed else None
+        run.resume(limits)
     _say(f"resumed {options.run}")
     return DONE
 

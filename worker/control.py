@@ -16,7 +16,8 @@ from celery.worker.control import revoke as celery_revoke
 from runner.errors import CeleriacError
 from runner.keys import RUN_ID
 from runner.loop import cancel_run
-from runner.store import Outcome, RunStore
+from runner.models import StopReason
+from runner.store import RunStore
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def replace_revoke(store: RunStore) -> None:
 
 
 def _cancel(store: RunStore, task_id: str) -> bool:
-    """Whether the task belongs to a run of ours, which is then cancelled (or had ended before)."""
+    """Whether the task belongs to a run of ours that is cancelled now."""
     run_id = task_id.partition(".")[0]
     if not RUN_ID.fullmatch(run_id):
         return False
@@ -56,4 +57,4 @@ def _cancel(store: RunStore, task_id: str) -> bool:
     except CeleriacError as error:
         logger.warning("run=%s can't be cancelled by revoke: %s", run_id, error)
         return False
-    return ended.outcome is not Outcome.STALE
+    return ended.stop_reason is StopReason.CANCELLED

@@ -59,6 +59,7 @@ end
 redis.call('HINCRBY', KEYS[2], field .. 'epoch', 1)
 redis.call('HINCRBY', KEYS[2], field .. 'started', 1)
 redis.call('HSET', KEYS[2], field .. 'state', 'running', field .. 'attempt', ARGV[5],
+  field .. 'hints', 1,
   field .. 'lease', int(now + tonumber(ARGV[3])))
 add_event(KEYS[4], ARGV[4], 'call.started', step, step .. '.' .. ARGV[2],
   '{"attempt":' .. int(started + 1) .. '}')

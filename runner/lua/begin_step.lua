@@ -60,7 +60,7 @@ if hints == 1 and hinted > tonumber(redis.call('GET', KEYS[3]) or 0) then
   redis.call('SET', KEYS[3], int(hinted))
 end
 redis.call('HINCRBY', KEYS[1], 'epoch', 1)
-redis.call('HSET', KEYS[1], 'status', 'running', 'attempt', ARGV[5],
+redis.call('HSET', KEYS[1], 'status', 'running', 'attempt', ARGV[5], 'hints', 1,
   'lease', int(now + tonumber(ARGV[2])))
 add_event(KEYS[2], ARGV[4], 'step.started', step, '', '{"attempt":' .. int(deaths + 1) .. '}')
 return answer('OK')

@@ -32,7 +32,7 @@ if lease == '0' then
   return {'ALREADY'}
 end
 local not_before = now + tonumber(ARGV[4])
-redis.call('HSET', KEYS[1], 'status', 'waiting', 'lease', 0, 'deaths', 0,
+redis.call('HSET', KEYS[1], 'status', 'waiting', 'lease', 0,
   'not_before', int(not_before))
 redis.call('HINCRBY', KEYS[1], 'model_attempts', ARGV[13])
 add_usage(KEYS[1], ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10])

@@ -660,6 +660,7 @@ def test_a_call_whose_tool_a_worker_lacks_is_passed_on_a_few_times(
         assert other.call_tool(RUN, 0, 0) == Wait(RUN)
     assert other.call_tool(RUN, 0, 0) == NextStep(RUN, 1)
     assert error_types(loop) == ["UNKNOWN_TOOL"]
+    other.close()
 
 
 def test_a_run_of_a_newer_version_is_left_to_newer_workers(start: Start) -> None:
