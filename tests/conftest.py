@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 
 import fakeredis
@@ -15,6 +16,11 @@ from runner.store import RunStore, connect
 from support.fleet import url_of, valkey
 
 MakeStore = Callable[..., RunStore]
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and so would every command
+# that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 LASTING = {keys.DUE, keys.RUNS, keys.AGENTS, keys.seen(STEPS_QUEUE), keys.seen(TOOLS_QUEUE)}
 """Keys that belong to no run; they hold one entry for each run, agent or queue."""
