@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+import uuid
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -413,8 +414,9 @@ class Monitor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._client.echo("the end")
-        while "the end" not in (line := self._monitor.next_command()["command"]):
+        mark = uuid.uuid4().hex
+        self._client.echo(mark)
+        while mark not in (line := self._monitor.next_command()["command"]):
             self._lines.append(line)
         self._monitor.__exit__(None, None, None)
         self._client.close()
