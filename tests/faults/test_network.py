@@ -31,6 +31,7 @@ def behind_proxy(tmp_path: Path) -> Iterator[tuple[ValkeyServer, Proxy]]:
         yield redis_server, proxy
 
 
+@pytest.mark.soak
 def test_r04_half_open_connections_are_given_up(
     behind_proxy: tuple[ValkeyServer, Proxy], tmp_path: Path
 ) -> None:
@@ -56,6 +57,7 @@ def test_r04_half_open_connections_are_given_up(
         alive(stage)
 
 
+@pytest.mark.soak
 def test_r04_a_worker_that_is_cut_off_is_replaced_and_comes_back(
     behind_proxy: tuple[ValkeyServer, Proxy], tmp_path: Path
 ) -> None:

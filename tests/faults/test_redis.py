@@ -297,6 +297,7 @@ def test_r05_an_absence_within_the_lease_costs_neither_a_model_call_nor_a_tool(
         assert stage.results(calling) == ["1", "charged 2"]
 
 
+@pytest.mark.soak
 def test_r06_a_long_absence_leaves_no_worker_deaf(
     redis_server: ValkeyServer, tmp_path: Path
 ) -> None:
