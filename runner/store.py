@@ -689,6 +689,11 @@ class RunStore:
         entries = [entry for stream in streams for entry in parse_entries(stream)]
         return [parse_event(run_id, entry_id, fields) for entry_id, fields in entries]
 
+    def last_event_id(self, run_id: str) -> str:
+        """The id of the newest event; "0" where there is none."""
+        entries = self._ask("xrevrange", keys.events(run_id), count=1)
+        return str(entries[0][0]) if entries else "0"
+
     def first_event(self, run_id: str) -> Event | None:
         """The oldest event kept, for readers that ask for more than the cap left."""
         entries = self._ask("xrange", keys.events(run_id), count=1)

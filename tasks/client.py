@@ -152,8 +152,9 @@ class Run:
         Raises `ResultTimeout` (a `TimeoutError`); the run goes on.
         """
         ends_at = None if timeout is None else time.monotonic() + timeout
-        after = "$"
         while True:
+            # Taken before the look: an end between the two is what the wait then finds at once.
+            after = self._store.last_event_id(self.id)
             result = self._store.read_result(self.id)
             if result is not None:
                 return result
