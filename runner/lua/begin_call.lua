@@ -12,16 +12,10 @@
 -- ARGV[5] attempt id, so that the same request sent twice gets the same answer
 -- ARGV[6] schema that the worker can read
 -- Returns OK | STALE | CANCELLED | DUPLICATE | EXPIRED | BUSY | LOST | POISONED | NEWER, with now, the call's decision, starts and epoch, and the record
-local status, phase, step, stop = unpack(
-  redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'stop_reason'))
-if not status then
-  return {'STALE'}
-end
-if status == 'finished' then
-  return {stop == 'CANCELLED' and 'CANCELLED' or 'STALE'}
-end
-if step ~= ARGV[1] or phase ~= 'tools' then
-  return {'STALE'}
+local step = ARGV[1]
+local refused = refuse(KEYS[1], step, 'tools')
+if refused then
+  return refused
 end
 if numbers(KEYS[1], 'schema') > tonumber(ARGV[6]) then
   return {'NEWER'}

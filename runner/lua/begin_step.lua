@@ -9,16 +9,10 @@
 -- ARGV[5] attempt id, so that the same request sent twice gets the same answer
 -- ARGV[6] schema that the worker can read
 -- Returns OK | STALE | CANCELLED | FAILED | EXPIRED | CAPPED | EXHAUSTED | BUSY | POISONED | NEWER, with now and the record
-local status, phase, step, stop = unpack(
-  redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'stop_reason'))
-if not status then
-  return {'STALE'}
-end
-if status == 'finished' then
-  return {stop == 'CANCELLED' and 'CANCELLED' or 'STALE'}
-end
-if step ~= ARGV[1] or phase ~= 'model' then
-  return {'STALE'}
+local step = ARGV[1]
+local refused = refuse(KEYS[1], step, 'model')
+if refused then
+  return refused
 end
 if numbers(KEYS[1], 'schema') > tonumber(ARGV[6]) then
   return {'NEWER'}

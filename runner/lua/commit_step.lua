@@ -25,14 +25,11 @@
 -- ARGV[16] message_count
 -- ARGV[17..] messages as JSON; then for each call seven: id, decision, name, starts, result, content, trace
 -- Returns OK | ALREADY | STALE | FENCED | CANCELLED, with the indexes whose hints are to be published
-local status, phase, step, epoch, stop = unpack(
-  redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'epoch', 'stop_reason'))
-if not status then
-  return {'STALE'}
+local refused = refuse(KEYS[1])
+if refused then
+  return refused
 end
-if status == 'finished' then
-  return {stop == 'CANCELLED' and 'CANCELLED' or 'STALE'}
-end
+local phase, step, epoch = unpack(redis.call('HMGET', KEYS[1], 'phase', 'step', 'epoch'))
 if step ~= ARGV[2] or epoch ~= ARGV[3] then
   return {'FENCED'}
 end

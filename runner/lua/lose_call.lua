@@ -9,16 +9,10 @@
 -- ARGV[5] grace in ms
 -- ARGV[6] max_releases of one call that cost no attempt, 0 where the child died
 -- Returns OK | LOST | POISONED | STALE | CANCELLED | FENCED, with now, the call's decision, starts and epoch, and the record
-local status, phase, step, stop = unpack(
-  redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'stop_reason'))
-if not status then
-  return {'STALE'}
-end
-if status == 'finished' then
-  return {stop == 'CANCELLED' and 'CANCELLED' or 'STALE'}
-end
-if step ~= ARGV[2] or phase ~= 'tools' then
-  return {'STALE'}
+local step = ARGV[2]
+local refused = refuse(KEYS[1], step, 'tools')
+if refused then
+  return refused
 end
 local field = ARGV[3] .. '.'
 local state, attempt, decision = unpack(

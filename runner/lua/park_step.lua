@@ -17,14 +17,12 @@
 -- ARGV[12] event data as JSON
 -- ARGV[13] attempts that this one counts for: 1, or 0 where no model was asked
 -- Returns OK | ALREADY | STALE | FENCED | CANCELLED
-local status, phase, step, epoch, stop, lease = unpack(
-  redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'epoch', 'stop_reason', 'lease'))
-if not status then
-  return {'STALE'}
+local refused = refuse(KEYS[1])
+if refused then
+  return refused
 end
-if status == 'finished' then
-  return {stop == 'CANCELLED' and 'CANCELLED' or 'STALE'}
-end
+local phase, step, epoch, lease = unpack(
+  redis.call('HMGET', KEYS[1], 'phase', 'step', 'epoch', 'lease'))
 if step ~= ARGV[2] or epoch ~= ARGV[3] or phase ~= 'model' then
   return {'FENCED'}
 end

@@ -28,6 +28,22 @@ local function numbers(hash, ...)
   return unpack(values)
 end
 
+-- Why a holder has no say (any more): its run is gone or has ended, or is no longer at that step and in
+-- that phase (either may be nil, for a holder that an epoch identifies). Nil where it has.
+local function refuse(run, step, phase)
+  local status, at, number, stop = unpack(
+    redis.call('HMGET', run, 'status', 'phase', 'step', 'stop_reason'))
+  if not status then
+    return {'STALE'}
+  end
+  if status == 'finished' then
+    return {stop == 'CANCELLED' and 'CANCELLED' or 'STALE'}
+  end
+  if step and (number ~= step or at ~= phase) then
+    return {'STALE'}
+  end
+end
+
 -- JSON is joined here, never parsed and encoded again: cjson would bend big integers and empty lists.
 local function tool_message(id, content)
   return '{"role":"tool","tool_call_id":' .. id .. ',"content":' .. content .. '}'

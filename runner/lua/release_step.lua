@@ -6,14 +6,11 @@
 -- ARGV[3] grace in ms
 -- ARGV[4] max_releases of one step that cost nothing
 -- Returns OK | ALREADY | STALE | FENCED | CANCELLED
-local status, phase, epoch, stop, lease = unpack(
-  redis.call('HMGET', KEYS[1], 'status', 'phase', 'epoch', 'stop_reason', 'lease'))
-if not status then
-  return {'STALE'}
+local refused = refuse(KEYS[1])
+if refused then
+  return refused
 end
-if status == 'finished' then
-  return {stop == 'CANCELLED' and 'CANCELLED' or 'STALE'}
-end
+local phase, epoch, lease = unpack(redis.call('HMGET', KEYS[1], 'phase', 'epoch', 'lease'))
 if epoch ~= ARGV[2] or phase ~= 'model' then
   return {'FENCED'}
 end

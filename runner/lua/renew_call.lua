@@ -6,23 +6,16 @@
 -- ARGV[3] epoch of the holder
 -- ARGV[4] lease in ms
 -- Returns OK | FENCED | STALE | CANCELLED | EXPIRED
-local status, phase, step, stop, deadline = unpack(
-  redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'stop_reason', 'deadline'))
-if not status then
-  return {'STALE'}
-end
-if status == 'finished' then
-  return {stop == 'CANCELLED' and 'CANCELLED' or 'STALE'}
-end
-if step ~= ARGV[1] or phase ~= 'tools' then
-  return {'STALE'}
+local refused = refuse(KEYS[1], ARGV[1], 'tools')
+if refused then
+  return refused
 end
 local field = ARGV[2] .. '.'
 local epoch, state = unpack(redis.call('HMGET', KEYS[2], field .. 'epoch', field .. 'state'))
 if epoch ~= ARGV[3] or state ~= 'running' then
   return {'FENCED'}
 end
-if now >= tonumber(deadline) then
+if now >= numbers(KEYS[1], 'deadline') then
   return {'EXPIRED'}
 end
 redis.call('HSET', KEYS[2], field .. 'lease', int(now + tonumber(ARGV[4])))

@@ -3,19 +3,16 @@
 -- ARGV[1] epoch of the holder
 -- ARGV[2] lease in ms
 -- Returns OK | FENCED | STALE | CANCELLED | EXPIRED
-local status, epoch, stop, deadline, lease = unpack(
-  redis.call('HMGET', KEYS[1], 'status', 'epoch', 'stop_reason', 'deadline', 'lease'))
-if not status then
-  return {'STALE'}
+local refused = refuse(KEYS[1])
+if refused then
+  return refused
 end
-if status == 'finished' then
-  return {stop == 'CANCELLED' and 'CANCELLED' or 'STALE'}
-end
+local phase, epoch, lease = unpack(redis.call('HMGET', KEYS[1], 'phase', 'epoch', 'lease'))
 -- Without a lease the attempt is over (committed, parked, released): a late heartbeat holds nothing.
-if epoch ~= ARGV[1] or lease == '0' or redis.call('HGET', KEYS[1], 'phase') ~= 'model' then
+if epoch ~= ARGV[1] or lease == '0' or phase ~= 'model' then
   return {'FENCED'}
 end
-if now >= tonumber(deadline) then
+if now >= numbers(KEYS[1], 'deadline') then
   return {'EXPIRED'}
 end
 redis.call('HSET', KEYS[1], 'lease', int(now + tonumber(ARGV[2])))

@@ -14,16 +14,10 @@
 -- ARGV[8] event data as JSON
 -- ARGV[9] passes: how often a worker that lacks the tool may pass it on, 0 where the tool was started
 -- Returns OK | ALREADY | STALE | FENCED | CANCELLED | LOST
-local status, phase, step, stop = unpack(
-  redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'stop_reason'))
-if not status then
-  return {'STALE'}
-end
-if status == 'finished' then
-  return {stop == 'CANCELLED' and 'CANCELLED' or 'STALE'}
-end
-if step ~= ARGV[2] or phase ~= 'tools' then
-  return {'STALE'}
+local step = ARGV[2]
+local refused = refuse(KEYS[1], step, 'tools')
+if refused then
+  return refused
 end
 local field = ARGV[3] .. '.'
 local epoch, state = unpack(redis.call('HMGET', KEYS[2], field .. 'epoch', field .. 'state'))

@@ -26,6 +26,13 @@ def code_of(script: ScriptText) -> str:
     return re.sub(r"--.*", "", script.body)
 
 
+def words_of(script: ScriptText) -> set[str]:
+    """The words that a script may return, those of the prelude's `refuse` with them."""
+    code = code_of(script)
+    shared = {"STALE", "CANCELLED"} if "return refused" in code else set()
+    return words_in(code) | shared
+
+
 KEY = r"(?m)^-- KEYS\[(\d+)\]"
 ARG = r"(?m)^-- ARGV\[(\d+)"
 
@@ -92,7 +99,12 @@ def test_every_argument_that_is_used_is_declared_and_the_other_way_round(
 
 @each_script
 def test_a_script_returns_the_words_that_it_declares_and_no_others(script: ScriptText) -> None:
-    assert words_in(code_of(script)) == set(script.words)
+    assert words_of(script) == set(script.words)
+
+
+def test_the_prelude_refuses_with_the_words_that_are_counted_for_it() -> None:
+    prelude = load_script(NAMES[0]).text.removesuffix(load_script(NAMES[0]).body)
+    assert words_in(re.sub(r"--.*", "", prelude)) == {"STALE", "CANCELLED"}
 
 
 def test_the_scripts_and_the_outcomes_have_the_same_words() -> None:
