@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from runner import keys
 from runner.interrupt import Body, ToolInterrupted
 from runner.models import ToolErrorInfo, ToolErrorType
+from runner.render import clean, to_json
 from runner.store import BegunCall, Outcome, RunStore
 from runner.tools import Context, Executed, Tool, error_result, execute
 
@@ -69,7 +70,7 @@ class CallRunner:
         trace_id = keys.trace_id(record.run_id, record.step, call.index)
 
         def report(done: float, total: float | None, note: str) -> None:
-            data = {"done": done, "total": total, "note": note}
+            data = {"done": to_json(done), "total": to_json(total), "note": clean(str(note))[:200]}
             self._store.add_event(
                 record.run_id, "call.progress", step=record.step, call=call_id, data=data
             )

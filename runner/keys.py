@@ -58,6 +58,11 @@ def seen(queue: str) -> str:
     return f"celeriac:seen:{queue}"
 
 
+def suspect(process: str) -> str:
+    """STRING key of a run: whose step this process tries for the last time before it is poison."""
+    return f"celeriac:suspect:{process}"
+
+
 def ping(token: str) -> str:
     """LIST, for a minute: a worker's answer to a liveness probe."""
     return f"celeriac:ping:{token}"
@@ -71,6 +76,11 @@ def call_id(step: int, index: int) -> str:
 def trace_id(run_id: str, step: int, index: int | None = None) -> str:
     """The id of a step or a call outside its run: Celery's task id, a call's idempotency key."""
     return f"{run_id}.{step}" if index is None else f"{run_id}.{step}.{index}"
+
+
+def finish_id(run_id: str, resumed: int) -> str:
+    """The id of the task that is told of a run's end: one for each end, if it was resumed."""
+    return f"{run_id}.finished" + (f".{resumed}" if resumed else "")
 
 
 def check_run_id(run_id: str) -> str:

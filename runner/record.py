@@ -36,6 +36,7 @@ class RunRecord:
     step: int
     epoch: int
     deaths: int
+    resumed: int
     model_attempts: int
     tool_calls: int
     invalid_calls: int
@@ -176,6 +177,7 @@ def parse_record(run_id: str, fields: Mapping[str, str], now: int) -> RunRecord:
         step=number("step"),
         epoch=number("epoch"),
         deaths=number("deaths"),
+        resumed=number("resumed"),
         model_attempts=number("model_attempts"),
         tool_calls=number("tool_calls"),
         invalid_calls=number("invalid_calls"),

@@ -20,6 +20,7 @@ from typing import Any
 import redis
 from pydantic import JsonValue, TypeAdapter
 from redis.backoff import ExponentialWithJitterBackoff
+from redis.exceptions import NoPermissionError
 from redis.retry import Retry as RedisRetry
 
 from runner import keys
@@ -72,6 +73,9 @@ CLAIM = 2.0
 
 MAX_LOOK_WAIT = 60.0
 """Seconds at most between two looks at a run that isn't finished."""
+
+REFUSES_FOR_NOW = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY")
+"""How the errors start that redis-py has no class for and that pass."""
 
 EVIDENCE = TypeAdapter(tuple[Evidence, ...])
 
@@ -143,11 +147,12 @@ class OpenCall:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """What `recover_run` found: the hints to publish again, or a run past its deadline."""
+    """What `recover_run` found: the hints to publish again, or the record past its deadline."""
 
     outcome: Outcome
     step: int = 0
     calls: tuple[int, ...] = ()
+    record: RunRecord | None = None
 
 
 def connect(url: str) -> redis.Redis:
@@ -174,23 +179,25 @@ class RunStore:
     def __init__(self, settings: Settings, client: redis.Redis | None = None) -> None:
         self.settings = settings
         self._given = client
-        self._clients: dict[int, redis.Redis] = {}
+        self._clients: dict[tuple[int, str], redis.Redis] = {}
         self._scripts: dict[int, dict[str, Any]] = {}
+
+    def _client(self, url: str) -> redis.Redis:
+        key = os.getpid(), url
+        client = self._clients.get(key)
+        if client is None:
+            client = self._clients[key] = connect(url)
+        return client
 
     @property
     def redis(self) -> redis.Redis:
-        if self._given is not None:
-            return self._given
-        pid = os.getpid()
-        client = self._clients.get(pid)
-        if client is None:
-            client = self._clients[pid] = connect(self.settings.redis_url)
-        return client
+        return self._given or self._client(self.settings.redis_url)
 
     def close(self) -> None:
-        client = self._clients.pop(os.getpid(), None)
-        if client is not None:
-            client.close()
+        for url in (self.settings.redis_url, self.settings.queue_url):
+            client = self._clients.pop((os.getpid(), url), None)
+            if client is not None:
+                client.close()
 
     def check(self) -> None:
         """Raise `RedisUnavailable` unless a Redis server answers at the configured address."""
@@ -265,6 +272,7 @@ class RunStore:
         stop_reason: StopReason,
         *,
         epoch: int | None = None,
+        held: bool = False,
         answer: JsonValue = None,
         error: RunError | None = None,
         limit: str | None = None,
@@ -274,7 +282,11 @@ class RunStore:
         steps: int = 0,
         trace: dict[str, Any] | None = None,
     ) -> EndedRun:
-        """End a run once. Without an `epoch` it ends whoever holds it (a cancel, a limit)."""
+        """End a run once: as the holder of its step, or from outside.
+
+        With an `epoch` only as long as it is the run's: an end that comes late doesn't hit a run
+        that was taken up again meanwhile. A cancel has none.
+        """
         data = {"stop_reason": stop_reason, "ok": stop_reason is StopReason.COMPLETED}
         reply = self._run(
             "end_run",
@@ -306,6 +318,7 @@ class RunStore:
                 dump(data if limit is None else data | {"limit": limit}),
                 keys.NUDGE,
                 ms(self.settings.hint_grace),
+                int(held),
             ],
         )
         stands = StopReason(reply[1]) if len(reply) > 1 else None
@@ -335,19 +348,21 @@ class RunStore:
             ],
             [
                 run_id,
-                record.step,
+                record.resumed,
                 ms(limits.timeout),
                 ms(self.settings.hint_grace),
                 self.settings.max_events,
+                ms(self.settings.retention),
                 *flat(limit_fields(raised)),
                 "promised",
                 int(record.on_finish is not None or bool(self.settings.result_backend)),
             ],
         )
 
-    def settle_run(self, run_id: str) -> Outcome:
-        """Say that what the run promised at its end has been delivered."""
-        return self._word("settle_run", [keys.run(run_id), keys.DUE], [run_id])
+    def settle_run(self, record: RunRecord) -> Outcome:
+        """Say that what the run promised at this end has been delivered."""
+        run_id = record.run_id
+        return self._word("settle_run", [keys.run(run_id), keys.DUE], [run_id, record.resumed])
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -356,7 +371,12 @@ class RunStore:
         reply = self._run(
             "adopt_limits",
             [keys.run(run_id)],
-            [ms(limits.timeout), *flat(limit_fields(limits))],
+            [
+                run_id,
+                ms(self.settings.retention),
+                ms(limits.timeout),
+                *flat(limit_fields(limits)),
+            ],
         )
         return None if len(reply) == 1 else parse_record(run_id, pairs(reply[2]), int(reply[1]))
 
@@ -364,7 +384,13 @@ class RunStore:
         """Take a step's next attempt; a bare word where there is nothing to do."""
         reply = self._run(
             "begin_step",
-            [keys.run(run_id), keys.events(run_id), keys.seen(STEPS_QUEUE)],
+            [
+                keys.run(run_id),
+                keys.events(run_id),
+                keys.seen(STEPS_QUEUE),
+                keys.suspect(_process()),
+                keys.DUE,
+            ],
             [
                 step,
                 ms(self.settings.lease),
@@ -372,6 +398,8 @@ class RunStore:
                 self.settings.max_events,
                 self._attempt_id(),
                 SCHEMA_VERSION,
+                f"{_process()}/",
+                run_id,
             ],
         )
         if len(reply) == 1:
@@ -635,11 +663,29 @@ class RunStore:
                 STEPS_QUEUE,
                 TOOLS_QUEUE,
             ],
-            [run_id, ms(self.settings.hint_grace), ms(MAX_LOOK_WAIT)],
+            [
+                run_id,
+                ms(self.settings.hint_grace),
+                ms(MAX_LOOK_WAIT),
+                self._waiting_elsewhere(STEPS_QUEUE),
+                self._waiting_elsewhere(TOOLS_QUEUE),
+            ],
         )
         if len(reply) == 1:
             return Lost(reply[0])
+        if reply[0] is Outcome.EXPIRED:
+            return Lost(reply[0], record=parse_record(run_id, pairs(reply[2]), int(reply[1])))
         return Lost(reply[0], int(reply[1]), tuple(map(int, reply[2:])))
+
+    def _waiting_elsewhere(self, queue: str) -> int | str:
+        """How many hints wait in a queue that isn't in the runs' own Redis; empty where it is."""
+        if self.settings.queue_url == self.settings.redis_url:
+            return ""
+        try:
+            length: int = self._client(self.settings.queue_url).llen(queue)
+        except redis.RedisError:
+            return 1  # nobody knows, and nothing could be published either
+        return length
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -661,9 +707,13 @@ class RunStore:
 
     def read_result(self, run_id: str) -> FinalResult | None:
         """The outcome of a finished run; None while it runs."""
-        record = self.read_run(run_id)
+        return self.result_of(self.read_run(run_id))
+
+    def result_of(self, record: RunRecord) -> FinalResult | None:
+        """The outcome that this record tells, with the evidence; None while the run runs."""
         if record.stop_reason is None:
             return None
+        run_id = record.run_id
         lists = self._ask("lrange", keys.evidence(run_id), 0, -1)
         evidence = [found for text in lists for found in EVIDENCE.validate_json(text)]
         return FinalResult(
@@ -723,7 +773,7 @@ class RunStore:
 
     def _attempt_id(self) -> str:
         # Host and process stand first: a parent can name the attempts of a child that is gone.
-        return f"{HOST}/{os.getpid()}/{uuid.uuid4().hex}"
+        return f"{_process()}/{uuid.uuid4().hex}"
 
     def answer_ping(self, token: str) -> None:
         """Leave a sign of life, for a minute."""
@@ -786,6 +836,20 @@ def reporting_redis_errors() -> Iterator[None]:
         raise RedisUnavailable(
             "Redis is out of memory and refuses writes; raise maxmemory or delete old runs"
         ) from error
+    except NoPermissionError as error:
+        raise RedisUnavailable(
+            "the Redis user may not do what is needed; give it scripts, pub/sub and our keys"
+        ) from error
+    except redis.ResponseError as error:
+        if not str(error).startswith(REFUSES_FOR_NOW):
+            raise
+        raise RedisUnavailable(
+            "Redis takes no writes for now (its disk, its replicas or a long script); see its log"
+        ) from error
+
+
+def _process() -> str:
+    return f"{HOST}/{os.getpid()}"
 
 
 def _begun_call(run_id: str, index: int, reply: Sequence[Any]) -> BegunCall:

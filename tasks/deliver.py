@@ -9,6 +9,7 @@ import logging
 
 from celery import Celery, states
 
+from runner import keys
 from runner.errors import CeleriacError
 from runner.models import FinalResult, StopReason
 from runner.store import RunStore
@@ -22,21 +23,22 @@ class RunFailed(CeleriacError):
 
 def deliver(app: Celery, store: RunStore, run_id: str) -> None:
     """Hand over the result of a finished run, and settle what it promised."""
-    result = store.read_result(run_id)
+    record = store.read_run(run_id)
+    result = store.result_of(record)
     if result is None:
         return
     store_ended(app, result)
-    on_finish = store.read_run(run_id).on_finish
+    on_finish = record.on_finish
     if on_finish is not None:
         app.send_task(
             on_finish.task,
             kwargs={"result": result.model_dump(mode="json")},
             kwargsrepr="{...}",  # an answer is content: neither logs nor Flower show it
-            task_id=f"{run_id}.finished",
+            task_id=keys.finish_id(run_id, record.resumed),
             root_id=run_id,
             queue=on_finish.queue,
         )
-    store.settle_run(run_id)
+    store.settle_run(record)
 
 
 def store_started(app: Celery, run_id: str) -> None:

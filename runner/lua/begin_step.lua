@@ -2,12 +2,16 @@
 -- KEYS[1] run HASH
 -- KEYS[2] events STREAM
 -- KEYS[3] seen STRING
+-- KEYS[4] suspect STRING
+-- KEYS[5] due ZSET
 -- ARGV[1] step number
 -- ARGV[2] lease in ms
 -- ARGV[3] max_deaths of attempts in one step
 -- ARGV[4] max_events kept in the stream
 -- ARGV[5] attempt id, so that the same request sent twice gets the same answer
 -- ARGV[6] schema that the worker can read
+-- ARGV[7] process that the attempts of this worker start with
+-- ARGV[8] id of the run
 -- Returns OK | STALE | CANCELLED | FAILED | EXPIRED | CAPPED | EXHAUSTED | BUSY | POISONED | NEWER, with now and the record
 local step = ARGV[1]
 local refused = refuse(KEYS[1], step, 'model')
@@ -40,6 +44,19 @@ if max_tokens > 0 and tokens >= max_tokens then
 end
 if now < not_before or now < lease then
   return {'BUSY'}
+end
+local last_try = deaths + (lease > 0 and 1 or 0) == ARGV[3] - 1
+if last_try then
+  -- Did it kill its worker, or did a neighbour in the same process? Its last attempt is made without
+  -- another suspect beside it, so that a step that kills takes no innocent one with it.
+  local other = redis.call('GET', KEYS[4])
+  if other and other ~= KEYS[1] and numbers(other, 'lease') > now
+      and string.find(redis.call('HGET', other, 'attempt') or '', ARGV[7], 1, true) == 1 then
+    redis.call('HSET', KEYS[1], 'not_before', int(now + 1000))
+    redis.call('ZADD', KEYS[5], int(now + 1000), ARGV[8])
+    return {'BUSY'}
+  end
+  redis.call('SET', KEYS[4], KEYS[1], 'PX', int(deadline - now))
 end
 if lease > 0 then
   -- The last attempt neither committed nor let go: its holder died, or is as good as dead.

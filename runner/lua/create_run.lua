@@ -26,6 +26,7 @@ if redis.call('EXISTS', KEYS[1]) == 1 then
 end
 if ttl > 0 then
   redis.call('SET', KEYS[6], ARGV[1], 'PX', ARGV[2])
+  redis.call('HSET', KEYS[1], 'idempotency', KEYS[6])
 end
 local count = tonumber(ARGV[7])
 for i = 8, 7 + count do

@@ -1,4 +1,4 @@
--- end_run: the one way a run ends, by its holder (with an epoch) or from outside (a cancel, a limit).
+-- end_run: the one way a run ends, by the holder of its step or from outside (a cancel, a limit).
 -- Closes an open block, so that the history stays whole; every key of the run gets its TTL.
 -- KEYS[1] run HASH
 -- KEYS[2] messages LIST
@@ -10,7 +10,7 @@
 -- KEYS[8] due ZSET
 -- KEYS[9] runs ZSET
 -- ARGV[1] id of the run
--- ARGV[2] epoch of the holder, empty from outside
+-- ARGV[2] epoch of the run as whoever ends it saw it, or empty: a cancel ends it whatever has happened
 -- ARGV[3] stop_reason to write
 -- ARGV[4] answer as JSON, or empty
 -- ARGV[5] error as JSON, or empty
@@ -29,6 +29,7 @@
 -- ARGV[18] event data as JSON
 -- ARGV[19] channel for the nudge
 -- ARGV[20] grace in ms, for the holder to deliver what the end was promised to
+-- ARGV[21] held 1 by the holder of the step, 0 from outside
 -- Returns OK | ALREADY | STALE | FENCED, with the stop reason that stands, and 1 where its end was promised to somebody
 local status, phase, step, epoch, stop = unpack(
   redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'epoch', 'stop_reason'))
@@ -38,7 +39,8 @@ end
 if status == 'finished' then
   return {'ALREADY', stop}
 end
-if ARGV[2] ~= '' and (epoch ~= ARGV[2] or phase ~= 'model') then
+local held = ARGV[21] == '1'
+if ARGV[2] ~= '' and epoch ~= ARGV[2] or held and phase ~= 'model' then
   return {'FENCED'}
 end
 if phase == 'tools' then
@@ -68,7 +70,7 @@ redis.call('HSET', KEYS[1], 'status', 'finished', 'phase', 'ended', 'stop_reason
   'answer', ARGV[4], 'error', ARGV[5], 'limit', ARGV[6], 'ended', int(now), 'lease', 0)
 local promised = redis.call('HGET', KEYS[1], 'promised') == '1'
 if promised then
-  redis.call('ZADD', KEYS[8], int(ARGV[2] == '' and now or now + tonumber(ARGV[20])), ARGV[1])
+  redis.call('ZADD', KEYS[8], int(held and now + tonumber(ARGV[20]) or now), ARGV[1])
 else
   redis.call('ZREM', KEYS[8], ARGV[1])
 end
@@ -77,7 +79,9 @@ add_event(KEYS[6], ARGV[10], 'run.finished', '', '', ARGV[18])
 for i = 1, 7 do
   redis.call('PEXPIRE', KEYS[i], ARGV[9])
 end
-if ARGV[2] == '' then
+-- The key outlives the run: a request that is repeated late still finds what became of it.
+keep_key(KEYS[1], ARGV[1], 2 * ARGV[9])
+if not held then
   redis.call('PUBLISH', ARGV[19], ARGV[1])
 end
 return {'OK', ARGV[3], promised and '1' or nil}

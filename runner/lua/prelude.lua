@@ -44,6 +44,14 @@ local function refuse(run, step, phase)
   end
 end
 
+-- Keeps a run's idempotency key for at least `ttl` ms.
+local function keep_key(run, id, ttl)
+  local key = redis.call('HGET', run, 'idempotency')
+  if key and redis.call('GET', key) == id and redis.call('PTTL', key) < ttl then
+    redis.call('PEXPIRE', key, int(ttl))
+  end
+end
+
 -- JSON is joined here, never parsed and encoded again: cjson would bend big integers and empty lists.
 local function tool_message(id, content)
   return '{"role":"tool","tool_call_id":' .. id .. ',"content":' .. content .. '}'

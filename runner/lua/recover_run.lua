@@ -6,12 +6,14 @@
 -- KEYS[3] due ZSET
 -- KEYS[4] steps_seen STRING
 -- KEYS[5] tools_seen STRING
--- KEYS[6] steps_queue LIST
--- KEYS[7] tools_queue LIST
+-- KEYS[6] steps_queue LIST, where the broker is this Redis
+-- KEYS[7] tools_queue LIST, likewise
 -- ARGV[1] id of the run
 -- ARGV[2] grace in ms
 -- ARGV[3] max_wait in ms between two looks
--- Returns STALE | DELIVER | EXPIRED | STEP | CALLS | WAIT, with the step and the indexes of its calls
+-- ARGV[4] steps_waiting in a queue that is elsewhere, or empty
+-- ARGV[5] tools_waiting likewise
+-- Returns STALE | DELIVER | EXPIRED | STEP | CALLS | WAIT, with the step and the indexes of its calls, or (EXPIRED) now and the record
 local status, phase, step, count = unpack(
   redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'calls'))
 local grace, max_wait = tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -26,11 +28,11 @@ if not status or status == 'finished' then
 end
 local deadline = numbers(KEYS[1], 'deadline')
 if now >= deadline then
-  return {'EXPIRED', step}
+  return {'EXPIRED', int(now), redis.call('HGETALL', KEYS[1])}
 end
 
 -- Returns whether to publish a hint (again), and when to look next.
-local function look(hash, field, seen, queue)
+local function look(hash, field, seen, queue, elsewhere)
   local lease, not_before, hinted, hints = numbers(
     hash, field .. 'lease', field .. 'not_before', field .. 'hinted', field .. 'hints')
   if now < lease then
@@ -46,7 +48,7 @@ local function look(hash, field, seen, queue)
     if age < patience then
       return false, hinted + patience
     end
-    local waiting = redis.call('LLEN', queue) > 0
+    local waiting = (tonumber(elsewhere) or redis.call('LLEN', queue)) > 0
     local overtaken = hinted + 1000 < tonumber(redis.call('GET', seen) or 0)
     if waiting and not overtaken then
       return false, now + math.min(math.max(age, grace), max_wait)
@@ -60,14 +62,14 @@ end
 local answer, again
 if phase == 'model' then
   local lost
-  lost, again = look(KEYS[1], '', KEYS[4], KEYS[6])
+  lost, again = look(KEYS[1], '', KEYS[4], KEYS[6], ARGV[4])
   answer = {lost and 'STEP' or 'WAIT', step}
 else
   answer, again = {'WAIT', step}, now + max_wait
   for i = 0, count - 1 do
     local state = redis.call('HGET', KEYS[2], i .. '.state')
     if state == 'queued' or state == 'running' then
-      local lost, look_at = look(KEYS[2], i .. '.', KEYS[5], KEYS[7])
+      local lost, look_at = look(KEYS[2], i .. '.', KEYS[5], KEYS[7], ARGV[5])
       again = math.min(again, look_at)
       if lost then
         answer[1] = 'CALLS'

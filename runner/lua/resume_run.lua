@@ -8,11 +8,12 @@
 -- KEYS[6] due ZSET
 -- KEYS[7] runs ZSET
 -- ARGV[1] id of the run
--- ARGV[2] step at which it ended, so that the same request sent twice resumes once
+-- ARGV[2] resumed how often before, so that the same request sent twice resumes once
 -- ARGV[3] timeout in ms, from now to the deadline
 -- ARGV[4] grace in ms
 -- ARGV[5] max_events kept in the stream
--- ARGV[6..] fields of the record with their values
+-- ARGV[6] retention in ms
+-- ARGV[7..] fields of the record with their values
 -- Returns OK | ALREADY | STALE | FENCED
 local status, step, stop = unpack(redis.call('HMGET', KEYS[1], 'status', 'step', 'stop_reason'))
 if not status then
@@ -22,7 +23,7 @@ if status ~= 'finished' then
   return {'ALREADY'}
 end
 local resumable = {MAX_STEPS = true, TIMEOUT = true, BUDGET_EXHAUSTED = true, ERROR = true}
-if not resumable[stop] or step ~= ARGV[2] then
+if not resumable[stop] or numbers(KEYS[1], 'resumed') ~= tonumber(ARGV[2]) then
   return {'FENCED'}
 end
 for i = 1, 5 do
@@ -30,10 +31,12 @@ for i = 1, 5 do
 end
 -- A new epoch: whoever held the run before it ended has no say in what follows.
 redis.call('HINCRBY', KEYS[1], 'epoch', 1)
+redis.call('HINCRBY', KEYS[1], 'resumed', 1)
 redis.call('HDEL', KEYS[1], 'stop_reason', 'answer', 'error', 'limit', 'fatal', 'ended', 'attempt')
 redis.call('HSET', KEYS[1], 'status', 'queued', 'phase', 'model', 'deaths', 0, 'releases', 0,
   'model_attempts', 0, 'invalid_calls', 0, 'not_before', 0, 'lease', 0, 'deliveries', 0,
-  'deadline', int(now + tonumber(ARGV[3])), 'hinted', int(now), 'hints', 1, unpack(ARGV, 6))
+  'deadline', int(now + tonumber(ARGV[3])), 'hinted', int(now), 'hints', 1, unpack(ARGV, 7))
+keep_key(KEYS[1], ARGV[1], tonumber(ARGV[3]) + 2 * ARGV[6])
 redis.call('ZADD', KEYS[6], int(now + tonumber(ARGV[4])), ARGV[1])
 redis.call('ZADD', KEYS[7], '+inf', ARGV[1])
 add_event(KEYS[4], ARGV[5], 'run.resumed', step, '', '{}')

@@ -2,8 +2,10 @@
 -- KEYS[1] run HASH
 -- KEYS[2] due ZSET
 -- ARGV[1] id of the run
+-- ARGV[2] resumed how often before the end that was delivered
 -- Returns OK | STALE
-if redis.call('HGET', KEYS[1], 'status') ~= 'finished' then
+local ended = redis.call('HGET', KEYS[1], 'status') == 'finished'
+if not ended or numbers(KEYS[1], 'resumed') ~= tonumber(ARGV[2]) then
   return {'STALE'}
 end
 redis.call('HSET', KEYS[1], 'promised', 0)

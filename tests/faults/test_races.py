@@ -375,6 +375,7 @@ def test_r17_of_two_workers_with_a_final_answer_one_ends_the_run(stores: list[Ru
             begun.record.run_id,
             StopReason.COMPLETED,
             epoch=begun.record.epoch,
+            held=True,
             answer=f"from {who}",
             message={"role": "assistant", "content": f"from {who}"},
             closer="{}",

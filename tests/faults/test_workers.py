@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from functools import partial
+from typing import Any
 
 import pytest
 from celery import Celery
@@ -72,6 +73,30 @@ def test_r21_a_step_that_kills_its_worker_each_time_ends_its_run_poisoned(
     assert "3 attempts of step 0" in result.error.message
     assert stage.fleet.ledger.count("lethal") == 3
     assert stage.submit([]).result(timeout=20).ok
+
+
+def test_r21_a_step_that_kills_its_worker_poisons_no_neighbour(open_fleet: OpenStage) -> None:
+    stage = open_fleet(CELERIAC_LEASE="1", CELERIAC_RENEW_EVERY="0.3")
+
+    def answer(_: object) -> dict[str, Any]:
+        spared = stage.fleet.ledger.count("lethal") >= 2
+        return final("unharmed") | {"delay": 1.5 if spared else 60}
+
+    neighbour = stage.submit(answer)
+    stage.fleet.wait_for(lambda: stage.requests(neighbour))
+
+    killer = stage.submit([], agent="lethal")
+    for number in range(3):
+        if number:
+            stage.fleet.start("steps", name=f"steps-{number}")
+        name = "steps" if number == 0 else f"steps-{number}"
+        assert stage.fleet.workers[name].wait(30) == 9
+    stage.fleet.start("steps", name="last")
+
+    assert neighbour.result(timeout=20).answer == "unharmed"
+    error = killer.result(timeout=20).error
+    assert error is not None
+    assert error.type == "POISONED"
 
 
 def test_r09_another_worker_goes_on_when_one_is_killed_in_a_model_call(

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic_core import core_schema
 
 from conftest import MakeStore
 from runner import Agent, Limits, ModelError, Retry, ToolError, background, tool
@@ -155,7 +156,7 @@ def crash() -> str:
 @tool
 def inspect_context(ctx: Context) -> dict[str, Any]:
     """Tell what a tool may know."""
-    ctx.progress(1, 2, "half")
+    ctx.progress(1, float("nan"), "half\ud800")
     return {"key": ctx.idempotency_key, "call": ctx.call_id, "metadata": dict(ctx.metadata)}
 
 
@@ -366,7 +367,7 @@ def test_a_tool_knows_its_call_and_tells_its_progress(start: Start) -> None:
         {"key": f"{RUN}.0.0", "call": "0.0", "metadata": {"ticket": 9007199254740993}}
     ]
     [progress] = [e for e in loop.store.read_events(RUN, "0") if e.type == "call.progress"]
-    assert (progress.call, progress.data) == ("0.0", {"done": 1, "total": 2, "note": "half"})
+    assert (progress.call, progress.data) == ("0.0", {"done": 1, "total": None, "note": "half\ufffd"})
 
 
 # --- hints that come twice, late or for nobody -------------------------------------------------
@@ -818,3 +819,48 @@ def test_whatever_a_users_model_raises_ends_the_run_with_a_typed_error(start: St
     assert result.error is not None
     assert result.error.type == "MODEL_BAD_RESPONSE"
     assert "sk-secret" not in result.model_dump_json()
+
+
+def test_a_fault_in_what_is_the_agents_own_ends_the_run_and_its_cost_is_counted(
+    start: Start,
+) -> None:
+    class Picky(list[int]):
+        @classmethod
+        def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+            schema = handler(list[int])
+            return core_schema.no_info_after_validator_function(
+                lambda value: value,
+                schema,
+                serialization=core_schema.plain_serializer_function_ser_schema(_fail_to_serialize),
+            )
+
+    loop = start(final("[1]"), output_type=Picky)
+
+    assert isinstance(drive(loop), Finish)
+
+    result = result_of(loop)
+    assert (result.stop_reason, result.usage) == (StopReason.ERROR, USAGE)
+    assert result.error is not None
+    assert result.error.type == RunErrorType.CONFIG_ERROR
+    assert "a secret" not in result.error.message
+
+
+def _fail_to_serialize(value: Any) -> Any:
+    raise KeyError("a secret")
+
+
+@pytest.mark.parametrize("by", ["a step", "recovery"])
+def test_a_run_first_taken_after_the_default_timeout_has_its_agents_own(
+    start: Start, store: RunStore, by: str
+) -> None:
+    loop = start(final("in time"), limits=None)
+    key = redis_keys.run(RUN)
+    store.redis.hdel(key, "limits")
+    store.redis.hincrby(key, "created", -700_000)
+    store.redis.hincrby(key, "deadline", -700_000)
+    loop.agents = Agents([replace(loop.agents["a"], limits=Limits(timeout=3600))])
+
+    first = loop.recover(RUN) if by == "recovery" else loop.advance(RUN, 0)
+
+    drive(loop, first)
+    assert result_of(loop).answer == "in time"

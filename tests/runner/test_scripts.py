@@ -208,7 +208,7 @@ def walk() -> dict[str, list[Sent]]:
         lambda: store.end_run(run, StopReason.CANCELLED, closer="closed", limit="timeout")
     )
     assert store.recover_run(run) == Lost(Outcome.STALE)
-    walked["settle_run"] = sent_by(lambda: store.settle_run(run))
+    walked["settle_run"] = sent_by(lambda: store.settle_run(store.read_run(run)))
     walked["resume_run"] = sent_by(lambda: store.resume_run(store.read_run(run), Limits()))
     return walked
 

