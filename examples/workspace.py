@@ -1,7 +1,7 @@
 """An agent that looks around one folder: `WORKSPACE`, or the current one.
 
-The rule: no path that a model writes leads out of the folder or into `.git`, and no message names
-where the folder is on this machine.
+The rule: no path that a model writes leads out of the folder or into `.git`, and no message to it
+names where the folder is on this machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from runner import Agent, Evidence, Limits, Result, ToolError, tool
+from runner import Agent, Evidence, Limits, Result, SettingsError, ToolError, tool
 
 MAX_ENTRIES = 500
 MAX_CHARS = 16_000
@@ -92,6 +92,11 @@ def read_file(path: str) -> Result[FileText]:
         text += f"\n... [cut: the first {MAX_CHARS} characters of a file of {size} bytes]"
     return Result(FileText(path=name, content=text, size=size, truncated=truncated), [evidence])
 
+
+workspace = Path(os.environ.get("WORKSPACE") or ".")
+if not (os.access(workspace, os.R_OK | os.X_OK) and workspace.is_dir()):
+    # Here, so that neither a worker nor a run starts: its model would only see nothing.
+    raise SettingsError(f"WORKSPACE: {workspace} isn't a folder that can be read; set it to one")
 
 agent = Agent(
     name="workspace",

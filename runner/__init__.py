@@ -32,6 +32,7 @@ from runner.models import (
     ToolResult,
     Usage,
 )
+from runner.profiles import Profile
 from runner.settings import Settings
 from runner.tools import Context, Result, Tool, tool
 
@@ -50,6 +51,7 @@ __all__ = [
     "ModelError",
     "ModelRequest",
     "Principal",
+    "Profile",
     "ProposedCall",
     "RedisUnavailable",
     "Result",

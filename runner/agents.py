@@ -6,17 +6,48 @@ import hashlib
 import importlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from runner.errors import AgentError, UnknownAgent
-from runner.models import Limits, Model, Retry
+from runner.clarify import ask_user
+from runner.errors import AgentError, CeleriacError, UnknownAgent
+from runner.models import (
+    Evidence,
+    Limits,
+    Model,
+    Price,
+    Principal,
+    Retry,
+    ToolResult,
+)
 from runner.tools import Tool, Toolbox
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """An answer before it is final, with what it can be held against.
+
+    `answer` is the text, or the object where the agent has an `output_type`; `results` are those of
+    all calls of the run, as its trace keeps them, and `evidence` what they found, in call order.
+    """
+
+    goal: str
+    text: str
+    answer: JsonValue
+    results: Sequence[ToolResult] = ()
+    evidence: Sequence[Evidence] = ()
+    principal: Principal | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+Validator = Callable[[Draft], str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +57,13 @@ class Agent:
     `model` is a name for the OpenAI-compatible endpoint of the environment (None: the setting
     `CELERIAC_MODEL`), or any object with `async respond(request)`. `output_type` is a type that the
     final answer is validated against; an answer that fails goes back to the model up to
-    `response_retries` times, as does a response that can't be used.
+    `response_retries` times, as does a response that can't be used, or an answer in which one of
+    the `validators` finds fault. A validator is handed a `Draft` and returns what is wrong with it,
+    for the model to read, or None. `evidence_required`: an answer without evidence is none.
+
+    `fallback_models` are asked, in order, when the one before is out. `prices` say what a model's
+    tokens cost, by its name; `Limits(max_cost=)` needs them. `clarify` lets the model ask the user.
+    `stream` tells followers an answer as it comes (`model.delta` events).
     """
 
     name: str
@@ -39,6 +76,12 @@ class Agent:
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     output_type: type | None = None
+    fallback_models: Sequence[str | Model] = ()
+    prices: Mapping[str, Price] = field(default_factory=dict)
+    validators: Sequence[Validator] = ()
+    evidence_required: bool = False
+    clarify: bool = False
+    stream: bool = False
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -47,13 +90,34 @@ class Agent:
             )
         if self.response_retries < 0:
             raise AgentError(f"agent {self.name}: response_retries must be 0 or more")
-        object.__setattr__(self, "toolbox", Toolbox(self.tools))
+        tools = (*self.tools, ask_user) if self.clarify else self.tools
+        object.__setattr__(self, "toolbox", Toolbox(tools))
         object.__setattr__(
             self, "output", None if self.output_type is None else TypeAdapter(self.output_type)
         )
 
+        if self.limits.max_cost is not None:
+            named = [each for each in self.models if isinstance(each, str)]
+            missing = sorted(set(named) - set(self.prices))
+            if missing or not self.prices:
+                which = ", ".join(missing) or "its model"
+                raise AgentError(
+                    f"agent {self.name}: max_cost needs prices for {which}: "
+                    "prices={'model': Price(prompt=..., completion=...)}"
+                )
+
     toolbox: Toolbox = field(init=False, repr=False, compare=False)
     output: TypeAdapter[Any] | None = field(init=False, repr=False, compare=False)
+
+    @property
+    def models(self) -> tuple[str | Model | None, ...]:
+        """The model, and those that stand in for it, in order."""
+        return (self.model, *self.fallback_models)
+
+    @property
+    def redacted(self) -> frozenset[str]:
+        """The names of fields that any of its tools wants hidden."""
+        return frozenset(name for each in self.toolbox for name in each.redact)
 
     @property
     def fingerprint(self) -> str:
@@ -104,15 +168,53 @@ def load_agents(modules: Sequence[str]) -> Agents:
             "no agents: set CELERIAC_AGENTS to the modules that define them, e.g. shop.agents"
         )
     found: list[Agent] = []
+    files: list[str] = []
     for name in modules:
-        try:
-            module = importlib.import_module(name)
-        except Exception as error:
-            # Whatever a user's module raises at import is theirs to read, in one line.
-            raise AgentError(
-                f"CELERIAC_AGENTS: can't import {name!r}: {type(error).__name__}: {error}"
-            ) from error
+        module = _import_module(name)
         found += [value for value in vars(module).values() if isinstance(value, Agent)]
+        # Which file it is tells a user whose module of that name was found.
+        files.append(f"{name} ({getattr(module, '__file__', None) or 'a folder'})")
     if not found:
-        raise AgentError(f"CELERIAC_AGENTS: no Agent at the top level of {', '.join(modules)}")
+        raise AgentError(f"CELERIAC_AGENTS: no Agent at the top level of {', '.join(files)}")
     return Agents(found)
+
+
+def _import_module(name: str) -> ModuleType:
+    if name.endswith(".py") or name.startswith(".") or "/" in name or "\\" in name:
+        dotted = re.sub(r"[/\\]+", ".", name.removesuffix(".py")).strip(".")
+        raise AgentError(
+            f"CELERIAC_AGENTS takes a module's dotted name, not a path: {dotted}, not {name}"
+        )
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        # Whatever a user's module raises at import is theirs to read, in one line.
+        raise AgentError(
+            f"CELERIAC_AGENTS: can't import {name!r}: {_describe(error)}{_cure(error, name)}"
+        ) from error
+
+
+def _describe(error: Exception) -> str:
+    match error:
+        case CeleriacError():
+            return str(error)
+        case ValidationError():
+            # Its own text has a line for each part, and the link to a page that helps nobody here.
+            wrong = (
+                f"{'.'.join(map(str, each['loc']))}: {each['msg']}"
+                for each in error.errors(include_url=False, include_input=False)
+            )
+            return f"{error.title}: {'; '.join(wrong)}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _cure(error: Exception, name: str) -> str:
+    """What helps where the module itself wasn't found; nothing where it failed on its own."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if not missing or not f"{name}.".startswith(f"{missing}."):
+        return ""
+    parent = sys.modules.get(missing.rpartition(".")[0])
+    place = next(iter(getattr(parent, "__path__", ())), getattr(parent, "__file__", None))
+    found = f" ({parent.__name__} is {place})" if parent is not None else ""
+    top = name.partition(".")[0]
+    return f"{found}; start from the folder that holds {top}, or name that folder in PYTHONPATH"

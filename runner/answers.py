@@ -1,4 +1,4 @@
-"""Checks a final answer before it is final."""
+"""Checks a final answer before it is final: its form, then what the agent's validators say."""
 
 from __future__ import annotations
 
@@ -6,15 +6,29 @@ import re
 
 from pydantic import JsonValue, ValidationError
 
-from runner.agents import Agent
+from runner.agents import Agent, Draft
+from runner.errors import ToolError
 
 FENCE = re.compile(r"\A\s*```(?:json)?\s*\n(.*)\n\s*```\s*\Z", re.DOTALL)
 
+ANNOUNCEMENT = re.compile(
+    r"\A\W*(?:(?:ok(?:ay)?|sure|certainly|of course|alright|great|hmm)\b\W*)?"
+    r"(?:let me|let's|i(?:'|\u2019)?ll|i will|i am going to|i(?:'|\u2019)m going to|i need to|"
+    r"one moment|please wait|hold on|give me a (?:moment|second))\b",
+    re.IGNORECASE,
+)
+LOOKS = re.compile(
+    r"\b(?:check|checking|look|looking|search|searching|fetch|find|see|verify|investigate|"
+    r"retrieve|get|pull|query|review|read|moment|wait|start|begin)\b",
+    re.IGNORECASE,
+)
+MAX_ANNOUNCEMENT_CHARS = 200
 
-def check_answer(agent: Agent, text: str) -> tuple[JsonValue, str | None]:
-    """The answer as JSON, and what is wrong with it (None: it is final)."""
+
+def read_answer(agent: Agent, text: str) -> tuple[JsonValue, str | None]:
+    """The answer as JSON, and what is wrong with its form (None: nothing)."""
     if agent.output is None:
-        return text, None
+        return text, _announced(agent, text)
     fenced = FENCE.match(text)
     try:
         value = agent.output.validate_json(fenced.group(1) if fenced else text)
@@ -33,3 +47,35 @@ def check_answer(agent: Agent, text: str) -> tuple[JsonValue, str | None]:
         )
     answer: JsonValue = agent.output.dump_python(value, mode="json")
     return answer, None
+
+
+def find_fault(agent: Agent, draft: Draft) -> str | None:
+    """What is wrong with an answer of the right form, in words for the model."""
+    if agent.evidence_required and not draft.evidence:
+        return (
+            "Your answer rests on nothing: no tool has found any evidence yet. "
+            "Use the tools to find some, and then answer."
+        )
+    for validator in agent.validators:
+        try:
+            fault = validator(draft)
+        except ToolError as error:
+            fault = str(error)
+        except Exception as error:  # noqa: BLE001 - the text of it may hold a secret
+            fault = f"a check of it failed with {type(error).__name__}"
+        if fault:
+            return f"Your answer was not accepted: {fault}"
+    return None
+
+
+def _announced(agent: Agent, text: str) -> str | None:
+    """Whether a model with tools only says what it is about to do, as one that forgot the call."""
+    said = text.strip()
+    if not agent.tools or len(said) > MAX_ANNOUNCEMENT_CHARS:
+        return None
+    if not ANNOUNCEMENT.match(said) or not LOOKS.search(said) or any(c.isdigit() for c in said):
+        return None
+    return (
+        "You said what you are about to do, which is not an answer. "
+        "Call the tool now, or give the answer."
+    )

@@ -55,7 +55,13 @@ class CallRunner:
         started = time.monotonic()
         with holder:
             try:
-                return execute(tool, self._context(call, holder), call.decision.arguments, body)
+                return execute(
+                    tool,
+                    self._context(call, holder),
+                    call.decision.arguments,
+                    body,
+                    in_its_place=call.record.failed.get(tool.name, 0) >= tool.fallback_after,
+                )
             except ToolInterrupted:
                 if holder.reason is not None:
                     return holder.reason

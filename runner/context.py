@@ -21,11 +21,16 @@ def answer_message(text: str) -> Message:
 
 
 def assistant_message(reply: ToolCalls) -> Message:
-    """The turn that opens a block; its tool messages follow in the order of these calls."""
+    """The turn that opens a block; its tool messages follow in the order of these calls.
+
+    Reasoning is kept for the servers that want it back; the writer leaves it out for all others.
+    """
+    thought = {"reasoning_content": reply.reasoning} if reply.reasoning else {}
     return {
         "role": "assistant",
         "content": reply.text,
         "tool_calls": [_call_entry(call) for call in reply.calls],
+        **thought,
     }
 
 
@@ -35,7 +40,12 @@ def tool_message(provider_id: str, content: str) -> Message:
 
 def correction(final: Final, problem: str) -> list[Message]:
     """Sends an answer back: what the model said and what is wrong with it. Never stored."""
-    return [answer_message(final.text), goal_message(problem)]
+    return [answer_message(final.text), notice(problem)]
+
+
+def notice(text: str) -> Message:
+    """What the runtime tells the model. Never stored: the trace says that it was sent."""
+    return {"role": "user", "content": text}
 
 
 def build_request(

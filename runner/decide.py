@@ -7,9 +7,13 @@ gets its error result here and never reaches a handler; its siblings run.
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from runner import keys
 from runner.agents import Agent
+from runner.clarify import ask_user
 from runner.models import Limits, ProposedCall, ToolDecision, ToolErrorInfo, ToolErrorType
 from runner.store import OpenCall
 from runner.tools import error_result
@@ -18,9 +22,19 @@ INVALID = (ToolErrorType.UNKNOWN_TOOL, ToolErrorType.INVALID_ARGUMENT)
 
 
 def decide_calls(
-    agent: Agent, calls: tuple[ProposedCall, ...], *, step: int, limits: Limits, used: int
+    agent: Agent,
+    calls: tuple[ProposedCall, ...],
+    *,
+    step: int,
+    limits: Limits,
+    used: int,
+    used_by_tool: Mapping[str, int] = MappingProxyType({}),
 ) -> list[OpenCall]:
-    """One `OpenCall` for each proposed call, in order. `used`: calls made by the run so far."""
+    """One `OpenCall` for each proposed call, in order.
+
+    `used` counts the calls that the run has made so far, `used_by_tool` those of each tool.
+    """
+    by_tool = Counter(used_by_tool)
     if len(calls) > limits.max_calls_per_turn:
         flood = _error(
             ToolErrorType.CALL_LIMIT,
@@ -39,23 +53,47 @@ def decide_calls(
                 ToolErrorType.DUPLICATE_CALL,
                 "the same call stands earlier in this turn and was run once; see its result",
             )
-        elif error is None and used >= limits.max_tool_calls:
-            error = _error(
-                ToolErrorType.CALL_LIMIT,
-                f"this run may make {limits.max_tool_calls} tool calls and has made them; "
-                "answer with what you know",
-            )
-        if error is None:
+        elif error is None:
+            error = _exceeded(agent, call.name, used, by_tool[call.name], limits)
+        if error is None and call.name != ask_user.name:
             used += 1
+            by_tool[call.name] += 1
             if effect is not None:
                 effects.add(effect)
         opened.append(_open_call(agent, step, index, call, error))
     return opened
 
 
+def gives_answer(agent: Agent, calls: list[OpenCall]) -> bool:
+    """Whether one of these calls, which may run, ends the run with its result."""
+    names = [call.decision.name for call in calls if call.result is None]
+    return any((tool := agent.toolbox.get(name)) and tool.final for name in names)
+
+
 def count_invalid(calls: list[OpenCall]) -> int:
     errors = [call.decision.error for call in calls if call.decision.error]
     return sum(error.type in INVALID for error in errors)
+
+
+def _exceeded(
+    agent: Agent, name: str, used: int, used_here: int, limits: Limits
+) -> ToolErrorInfo | None:
+    """Why one more call of this tool is too many; a question or an answer never is."""
+    tool = agent.toolbox.get(name)
+    if tool is None or tool is ask_user or tool.final:
+        return None
+    if tool.max_calls is not None and used_here >= tool.max_calls:
+        return _error(
+            ToolErrorType.CALL_LIMIT,
+            f"{name} may be called {tool.max_calls} times in a run and has been; go on without it",
+        )
+    if used >= limits.max_tool_calls:
+        return _error(
+            ToolErrorType.CALL_LIMIT,
+            f"this run may make {limits.max_tool_calls} tool calls and has made them; "
+            "answer with what you know",
+        )
+    return None
 
 
 def _refusal(agent: Agent, call: ProposedCall) -> ToolErrorInfo | None:
@@ -91,6 +129,9 @@ def _open_call(
         ),
         starts=tool.attempts if tool is not None and tool.idempotent else 1,
         result=None if error is None else error_result(call_id, call.name, error),
+        question=json.loads(call.arguments)["question"]
+        if tool is ask_user and error is None
+        else None,
     )
 
 

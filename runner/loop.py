@@ -9,22 +9,23 @@ publishes it. A decision is written before it is announced, so a lost announceme
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import redis
 from pydantic import JsonValue
 
-from runner import background
-from runner.agents import Agent, Agents
-from runner.answers import check_answer
+from runner.agents import Agent, Agents, Draft
+from runner.answers import find_fault, read_answer
+from runner.ask import Asked, Asker, LetGo, Released
+from runner.budgets import warn_of_budgets
 from runner.calls import CallRunner
+from runner.clarify import ask_user
 from runner.context import (
     Message,
     answer_message,
@@ -33,18 +34,20 @@ from runner.context import (
     correction,
     describe_agent,
     describe_request,
+    notice,
     tool_message,
 )
-from runner.decide import count_invalid, decide_calls
-from runner.errors import CeleriacError, ModelError, RedisUnavailable
+from runner.decide import count_invalid, decide_calls, gives_answer
+from runner.errors import CeleriacError, InvalidInput, ModelError, RedisUnavailable
 from runner.failpoints import Point, reach
+from runner.guards import look_at_progress
+from runner.images import image_parts
 from runner.model import OpenAIModel, retry_delay
 from runner.models import (
     Final,
     Limits,
     Model,
     ModelReply,
-    ModelRequest,
     RunError,
     RunErrorType,
     StopReason,
@@ -55,7 +58,9 @@ from runner.models import (
     Usage,
 )
 from runner.nudge import Nudges
-from runner.record import RunRecord
+from runner.record import RunRecord, dump
+from runner.redact import redact
+from runner.render import clean
 from runner.settings import Settings
 from runner.store import BegunCall, EndedRun, Outcome, RunStore
 from runner.tools import Executed, Tool, error_result
@@ -67,6 +72,25 @@ PASS_ON_DELAY = 1.0
 
 MAX_PASSES = 10
 """How often a call is passed on by workers that lack its tool, before the model is told."""
+
+NUDGE_AFTER = 2
+"""Unusable answers in a row after which the model is told to answer directly."""
+
+NUDGE = (
+    "Your last two turns held nothing that can be used. Answer the user directly now, in plain "
+    "text, or make one tool call."
+)
+
+OUT = {
+    RunErrorType.RATE_LIMITED,
+    RunErrorType.QUOTA_EXHAUSTED,
+    RunErrorType.AUTH_ERROR,
+    RunErrorType.MODEL_TIMEOUT,
+    RunErrorType.MODEL_HTTP_ERROR,
+    RunErrorType.MODEL_BAD_RESPONSE,
+    RunErrorType.EMPTY_RESPONSE,
+}
+"""Errors of a model, or of the way to it, that another one needn't have."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -132,40 +156,6 @@ class Skip:
 Next = CallTools | NextStep | Finish | Wait | Skip
 
 
-class _LetGo(Exception):
-    """This attempt may not go on; its outcome says why."""
-
-    def __init__(self, outcome: Outcome) -> None:
-        super().__init__(outcome)
-        self.outcome = outcome
-
-
-class _Released(Exception):
-    """This process stops: another is to take the attempt."""
-
-
-@dataclass(slots=True)
-class _Asked:
-    """What asking the model cost so far in this attempt: every exchange, not only the last."""
-
-    usage: Usage = field(default_factory=Usage)
-    exchanges: list[dict[str, Any]] = field(default_factory=list)
-    answer: JsonValue = None
-    ended: bool = False
-    call: concurrent.futures.Future[ModelReply] | None = None
-
-    def hold(self, call: concurrent.futures.Future[ModelReply]) -> None:
-        self.call = call
-        if self.ended:
-            call.cancel()
-
-    def end(self) -> None:
-        """The run was ended from outside: drop the model call, if one is running."""
-        self.ended = True
-        if self.call is not None:
-            self.call.cancel()
-
-
 class Loop:
     """Drives runs. Holds no state of a run: that is in the store alone.
 
@@ -187,15 +177,21 @@ class Loop:
         self.settings = settings
         self._model = model or OpenAIModel()
         self._nudges = Nudges(store)
-        self._model_calls: set[concurrent.futures.Future[ModelReply]] = set()
-        self.stopping = False
+        self._asker = Asker(store, settings)
         self._calls = CallRunner(store, settings.renew_every, kill)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether this process is to end soon, so that others take over what it holds."""
+        return self._asker.stopping
+
+    @stopping.setter
+    def stopping(self, value: bool) -> None:
+        self._asker.stopping = value
 
     def release(self) -> None:
         """This process stops: let go of every model call, so that another worker makes it."""
-        self.stopping = True
-        for future in tuple(self._model_calls):
-            future.cancel()
+        self._asker.release()
 
     def close(self) -> None:
         """Stop listening for nudges."""
@@ -207,12 +203,12 @@ class Loop:
         """Take one step of a run: ask the model, then call tools, finish or wait."""
         if self.stopping:
             return NextStep(run_id, step)  # popped on the way out: it is for another worker
-        asked = _Asked()
+        asked = Asked()
         # Watched from before it begins: no end from outside falls into a gap.
         with self._nudges.watch(run_id, asked.end):
             return self._advance(run_id, step, asked)
 
-    def _advance(self, run_id: str, step: int, asked: _Asked) -> Next:
+    def _advance(self, run_id: str, step: int, asked: Asked) -> Next:
         begun = self.store.begin_step(run_id, step)
         if isinstance(begun, Outcome):
             return Skip(run_id, begun)
@@ -234,18 +230,23 @@ class Loop:
         reach(Point.STEP_COMMITTED)
         return answer
 
-    def _take_step(self, record: RunRecord, asked: _Asked) -> Next:
+    def _take_step(self, record: RunRecord, asked: Asked) -> Next:
         agent = self.agents.get(record.agent)
         if agent is None:
             return self._without_agent(record, asked)
         record = self._adopt_limits(record) or record
+        history = self.store.read_messages(record.run_id)
+        most = _limits(record).max_repeats
+        asked.progress = look_at_progress(history, most)
+        if asked.progress.same_errors > most:
+            return self._end(record, StopReason.REPEATED_ERROR, "max_repeats", held=True)
         try:
-            reply = self._ask(agent, record, asked)
+            reply = self._ask(agent, record, history, asked)
         except ModelError as error:
             return self._fail_or_wait(record, agent, error, asked)
-        except _LetGo as reason:
+        except LetGo as reason:
             return self._let_go(record, reason.outcome)
-        except _Released:
+        except Released:
             outcome = self.store.release_step(record)
             done = outcome in (Outcome.OK, Outcome.ALREADY)
             return NextStep(record.run_id, record.step) if done else Skip(record.run_id, outcome)
@@ -256,7 +257,7 @@ class Loop:
             case ToolCalls():
                 return self._call_tools(agent, record, reply, asked)
 
-    def _give_up(self, record: RunRecord, error: Exception, asked: _Asked) -> Next:
+    def _give_up(self, record: RunRecord, error: Exception, asked: Asked) -> Next:
         """Count what was paid for, and end the run with a word for it instead of three tries."""
         where = traceback.extract_tb(error.__traceback__)[-1]
         name = type(error).__name__
@@ -284,7 +285,7 @@ class Loop:
         adopted = self._adopt_limits(record)
         return adopted is not None and adopted.remaining > 0
 
-    def _without_agent(self, record: RunRecord, asked: _Asked) -> Next:
+    def _without_agent(self, record: RunRecord, asked: Asked) -> Next:
         """Leave the step to a worker that has its agent, if any has: mid-deployment, say."""
         if record.agent not in self.store.read_agents():
             known = ", ".join(sorted(self.agents)) or "none"
@@ -301,14 +302,19 @@ class Loop:
         )
         return Wait(record.run_id) if outcome is Outcome.OK else self._let_go(record, outcome)
 
-    def _ask(self, agent: Agent, record: RunRecord, asked: _Asked) -> ModelReply:
+    def _ask(
+        self, agent: Agent, record: RunRecord, history: list[Message], asked: Asked
+    ) -> ModelReply:
         """Ask until the answer can be used; ask again at most `response_retries` times."""
-        history = self.store.read_messages(record.run_id)
-        corrections: list[Message] = []
+        model = agent.models[min(record.model, len(agent.models) - 1)]
+        name = self._model_name(model)
+        told = asked.progress.notice(_limits(record).max_repeats)
+        corrections = [notice(told)] if told else []
+        unusable = 0
         for left in range(agent.response_retries, -1, -1):
             request = build_request(
                 agent,
-                model=self._model_name(agent),
+                model=name,
                 history=history,
                 corrections=corrections,
                 step=record.step,
@@ -318,90 +324,62 @@ class Loop:
                 request, history=len(history), corrections=len(corrections)
             )
             try:
-                reply = self._exchange(agent, record, request, described, asked)
+                reply = self._asker.exchange(
+                    record,
+                    self._model if model is None or isinstance(model, str) else model,
+                    request,
+                    described,
+                    asked,
+                    price=agent.prices.get(name),
+                    stream=agent.stream,
+                )
             except ModelError as error:
-                if error.bad_response and left:
-                    continue
-                raise
+                if not (error.bad_response and left):
+                    raise
+                unusable += 1
+                if unusable == NUDGE_AFTER:
+                    corrections.append(notice(NUDGE))
+                continue
             if isinstance(reply, ToolCalls):
                 return reply
-            asked.answer, problem = check_answer(agent, reply.text)
+            problem = self._check_answer(agent, record, history, reply, asked)
             if problem is None:
                 return reply
             corrections += correction(reply, problem)
-        raise ModelError(
-            "the final answer didn't match the agent's output_type", type=RunErrorType.INVALID_FINAL
+        raise ModelError("the final answer didn't pass its check", type=RunErrorType.INVALID_FINAL)
+
+    def _check_answer(
+        self, agent: Agent, record: RunRecord, history: list[Message], reply: Final, asked: Asked
+    ) -> str | None:
+        """What is wrong with a final answer, in words for the model."""
+        asked.answer, problem = read_answer(agent, reply.text)
+        if problem is not None or not (agent.validators or agent.evidence_required):
+            return problem
+        results = [
+            ToolResult.model_validate(entry["result"])
+            for entry in self.store.read_trace(record.run_id)
+            if entry["kind"] == "result"
+        ]
+        draft = Draft(
+            goal=str(history[0]["content"]),
+            text=reply.text,
+            answer=asked.answer,
+            results=results,
+            evidence=self.store.read_evidence(record.run_id),
+            principal=record.principal,
+            metadata=record.metadata,
         )
+        return find_fault(agent, draft)
 
-    def _exchange(
-        self,
-        agent: Agent,
-        record: RunRecord,
-        request: ModelRequest,
-        described: dict[str, Any],
-        asked: _Asked,
-    ) -> ModelReply:
-        """One request and its response, both for the trace."""
-        exchange: dict[str, Any] = {"request": described}
-        asked.exchanges.append(exchange)
-        started = time.monotonic()
-        try:
-            reply = self._hold_step(record, agent, request, asked)
-        except ModelError as error:
-            usage = error.usage or Usage(requests=1, known=False)
-            exchange["error"] = {"type": error.type, "message": str(error), "status": error.status}
-            exchange["response"] = error.raw
-            raise
-        else:
-            usage = reply.usage
-            exchange["response"] = reply.raw
-            return reply
-        finally:
-            exchange["duration_ms"] = int((time.monotonic() - started) * 1000)
-            if "response" in exchange:
-                exchange["usage"] = usage.model_dump()
-                asked.usage += usage
-
-    def _hold_step(
-        self, record: RunRecord, agent: Agent, request: ModelRequest, asked: _Asked
-    ) -> ModelReply:
-        """Keep the lease while the model answers; let go when the store says so."""
-        model = self._model if agent.model is None or isinstance(agent.model, str) else agent.model
-        if self.stopping:
-            raise _Released
-        future = background.submit(_respond(model, request))
-        self._model_calls.add(future)
-        asked.hold(future)
-        if self.stopping:
-            future.cancel()  # the stop came between the two lines above, and didn't see it
-        try:
-            while True:
-                concurrent.futures.wait([future], timeout=self.settings.renew_every)
-                if future.done() and not future.cancelled():
-                    return _reply_of(future)
-                try:
-                    outcome = self.store.renew_step(record.run_id, record.epoch)
-                except RedisUnavailable as error:
-                    if future.cancelled():
-                        raise
-                    # A Redis that is away for a while is no reason to lose what was asked:
-                    # the lease decides.
-                    logger.warning("run=%s can't renew its lease: %s", record.run_id, error)
-                    continue
-                if outcome is not Outcome.OK:
-                    future.cancel()
-                    raise _LetGo(outcome)
-                if future.cancelled():
-                    # Nobody ended the run, so it is this process that ends.
-                    raise _Released
-        finally:
-            future.cancel()  # whatever went wrong here: nobody waits for the answer any more
-            self._model_calls.discard(future)
-
-    def _call_tools(self, agent: Agent, record: RunRecord, reply: ToolCalls, asked: _Asked) -> Next:
+    def _call_tools(self, agent: Agent, record: RunRecord, reply: ToolCalls, asked: Asked) -> Next:
         limits = _limits(record)
         calls = decide_calls(
-            agent, reply.calls, step=record.step, limits=limits, used=record.tool_calls
+            agent,
+            reply.calls,
+            step=record.step,
+            limits=limits,
+            used=record.tool_calls,
+            used_by_tool=record.used,
         )
         decisions = [
             {
@@ -415,10 +393,13 @@ class Loop:
         trace = self._trace(agent, record, asked, decisions=decisions)
         invalid = count_invalid(calls)
         stop: tuple[StopReason, str] | None = None
-        if record.step + 1 >= limits.max_steps:
+        answers = gives_answer(agent, calls)
+        if asked.progress.repeats(reply.calls, limits.max_repeats):
+            stop = StopReason.REPEATED_ERROR, "max_repeats"
+        elif record.step + 1 >= limits.max_steps and not answers:
             # Nobody would read the results: the calls of the last step don't run.
             stop = StopReason.MAX_STEPS, "max_steps"
-        elif record.tool_calls >= limits.max_tool_calls > 0:
+        elif record.tool_calls >= limits.max_tool_calls > 0 and not answers:
             stop = StopReason.BUDGET_EXHAUSTED, "max_tool_calls"
         elif record.invalid_calls + invalid > limits.max_invalid_calls:
             stop = StopReason.REPEATED_ERROR, "max_invalid_calls"
@@ -446,6 +427,19 @@ class Loop:
             trace=trace,
             event={"calls": len(calls), "refused": sum(call.result is not None for call in calls)},
             fingerprint=agent.fingerprint,
+            warning=warn_of_budgets(
+                agent,
+                record,
+                limits,
+                asked.usage,
+                [
+                    call.decision.name
+                    for call in calls
+                    if call.result is None and call.question is None
+                ],
+                invalid,
+            ),
+            hidden=self._hidden(agent),
         )
         if outcome not in (Outcome.OK, Outcome.ALREADY):
             return self._let_go(record, outcome)
@@ -453,7 +447,7 @@ class Loop:
             return NextStep(record.run_id, record.step + 1)
         return CallTools(record.run_id, record.step, hints)
 
-    def _finish(self, agent: Agent, record: RunRecord, reply: Final, asked: _Asked) -> Next:
+    def _finish(self, agent: Agent, record: RunRecord, reply: Final, asked: Asked) -> Next:
         return self._end(
             record,
             StopReason.COMPLETED,
@@ -466,12 +460,17 @@ class Loop:
         )
 
     def _fail_or_wait(
-        self, record: RunRecord, agent: Agent, error: ModelError, asked: _Asked
+        self, record: RunRecord, agent: Agent, error: ModelError, asked: Asked
     ) -> Next:
         """A failed model attempt: park the run for the next one, or end it."""
         delay = None
         if not error.bad_response:
             delay = retry_delay(agent.model_retry, record.model_attempts + 1, error)
+        event: dict[str, Any] = {"reason": error.type, "status": error.status}
+        switch = delay is None and _is_out(error) and record.model + 1 < len(agent.models)
+        if switch:
+            delay = 0.0
+            event["model"] = self._model_name(agent.models[record.model + 1])
         if delay is None or delay >= record.remaining:
             return self._fail(record, error.type, str(error), asked)
         outcome = self._insist(
@@ -480,7 +479,9 @@ class Loop:
             delay=delay,
             usage=asked.usage,
             trace=self._trace(agent, record, asked),
-            event={"reason": error.type, "delay": round(delay, 3), "status": error.status},
+            event=event | {"delay": round(delay, 3)},
+            switch=switch,
+            warning=warn_of_budgets(agent, record, _limits(record), asked.usage, [], 0),
         )
         return Wait(record.run_id) if outcome is Outcome.OK else self._let_go(record, outcome)
 
@@ -515,20 +516,35 @@ class Loop:
         timed_out = result.error is not None and result.error.type == ToolErrorType.TIMEOUT
         if timed_out and tool is not None and tool.idempotent and call.attempt < tool.attempts:
             delay = RETRY_DELAY * 2 ** (call.attempt - 1)
-            outcome = self._insist(self.store.retry_call, call, delay=delay, result=result)
+            outcome = self._insist(
+                self.store.retry_call,
+                call,
+                delay=delay,
+                result=result,
+                hidden=self._hidden(self.agents.get(call.record.agent)),
+            )
             return Wait(run_id) if outcome is Outcome.OK else Skip(run_id, outcome)
-        answer = self._record(run_id, step, index, executed)
+        answer = self._record(call, executed, tool)
         reach(Point.CALL_RECORDED)
         return answer
 
-    def _record(self, run_id: str, step: int, index: int, executed: Executed) -> Next:
+    def _record(self, call: BegunCall, executed: Executed, tool: Tool | None) -> Next:
+        run_id, step, index = call.record.run_id, call.record.step, call.index
         fatal = None
         if executed.fatal:
             error = executed.result.error
             message = error.message if error else "a tool ended the run"
             fatal = RunError(type=RunErrorType.TOOL_ERROR, message=message)
         outcome, turn = self._insist(
-            self.store.record_result, run_id, step, index, executed.result, fatal=fatal
+            self.store.record_result,
+            run_id,
+            step,
+            index,
+            executed.result,
+            fatal=fatal,
+            final=tool is not None and tool.final,
+            parts=image_parts(executed.images, call.decision.call_id),
+            hidden=self._hidden(self.agents.get(call.record.agent)),
         )
         if outcome not in (Outcome.WAIT, Outcome.LAST):
             return Skip(run_id, outcome)
@@ -537,9 +553,7 @@ class Loop:
             record = self.store.read_run(run_id)
             if record.fatal is not None:
                 return self._stop(record, Outcome.FAILED)
-        if outcome is Outcome.LAST:
-            return NextStep(run_id, step + 1)
-        return Wait(run_id) if turn is None else CallTools(run_id, step, (turn,))
+        return _after_result(run_id, step, outcome, turn)
 
     def lose_call(self, run_id: str, step: int, index: int, *, pid: int) -> Next:
         """A child that held a call is gone: say so now, without waiting for its lease."""
@@ -548,7 +562,7 @@ class Loop:
             return CallTools(run_id, step, (index,))
         if isinstance(call, Outcome):
             return Skip(run_id, call)
-        return self._record(run_id, step, index, self._calls.give_up_on(call))
+        return self._record(call, self._calls.give_up_on(call), None)
 
     # --- ends and recovery ------------------------------------------------------------------------
 
@@ -578,7 +592,20 @@ class Loop:
             case Outcome.CAPPED:
                 return self._end(record, StopReason.MAX_STEPS, "max_steps")
             case Outcome.EXHAUSTED:
-                return self._end(record, StopReason.BUDGET_EXHAUSTED, "max_tokens")
+                most = _limits(record).max_tokens
+                out_of_tokens = most is not None and record.usage.total_tokens >= most
+                limit = "max_tokens" if out_of_tokens else "max_cost"
+                return self._end(record, StopReason.BUDGET_EXHAUSTED, limit)
+            case Outcome.ANSWERED:
+                answer = record.final
+                text = answer if isinstance(answer, str) else dump(answer)
+                return self._end(
+                    record,
+                    StopReason.COMPLETED,
+                    None,
+                    answer=answer,
+                    message=answer_message(text),
+                )
             case Outcome.FAILED:
                 return self._end(record, StopReason.ERROR, None, error=record.fatal)
             case _:
@@ -605,7 +632,7 @@ class Loop:
             return self._stop(record, outcome)
         return Skip(record.run_id, outcome)
 
-    def _fail(self, record: RunRecord, type: RunErrorType, message: str, asked: _Asked) -> Next:
+    def _fail(self, record: RunRecord, type: RunErrorType, message: str, asked: Asked) -> Next:
         agent = self.agents.get(record.agent)
         return self._end(
             record,
@@ -623,7 +650,7 @@ class Loop:
         stop_reason: StopReason,
         limit: str | None,
         *,
-        asked: _Asked | None = None,
+        asked: Asked | None = None,
         trace: dict[str, Any] | None = None,
         held: bool = False,
         answer: JsonValue = None,
@@ -661,50 +688,84 @@ class Loop:
         self,
         agent: Agent | None,
         record: RunRecord,
-        asked: _Asked,
+        asked: Asked,
         *,
         decisions: list[dict[str, Any]] | None = None,
     ) -> dict[str, Any]:
+        hidden = self._hidden(agent)
         entry: dict[str, Any] = {
             "kind": "model",
             "step": record.step,
             "epoch": record.epoch,
             "at": record.now,
-            "exchanges": asked.exchanges,
-            "decisions": decisions or [],
+            "exchanges": [_hide(exchange, hidden) for exchange in asked.exchanges],
+            "decisions": redact(decisions or [], hidden),
         }
         if agent is not None and record.fingerprint != agent.fingerprint:
             entry["agent"] = describe_agent(agent)
         return entry
 
-    def _model_name(self, agent: Agent) -> str:
-        if agent.model is None:
+    def _model_name(self, model: str | Model | None) -> str:
+        if model is None:
             return self.settings.model
-        return agent.model if isinstance(agent.model, str) else type(agent.model).__name__
+        if isinstance(model, str):
+            return model
+        return getattr(model, "name", None) or type(model).__name__
+
+    def _hidden(self, agent: Agent | None) -> frozenset[str]:
+        """The names of fields whose values no trace shows."""
+        return frozenset(self.settings.redact) | (agent.redacted if agent else frozenset())
 
     def _tool(self, call: BegunCall) -> Tool | None:
         agent = self.agents.get(call.record.agent)
         return None if agent is None else agent.toolbox.get(call.decision.name)
 
 
-async def _respond(model: Model, request: ModelRequest) -> ModelReply:
-    try:
-        return await model.respond(request)
-    except (SystemExit, KeyboardInterrupt) as error:
-        # Either would end the loop of this process, and with it every later model call.
-        name = type(error).__name__
-        raise ModelError(
-            f"the model raised {name}", type=RunErrorType.MODEL_BAD_RESPONSE
-        ) from error
+def _hide(exchange: dict[str, Any], hidden: frozenset[str]) -> dict[str, Any]:
+    request = exchange["request"]
+    request = request | {"corrections": redact(request["corrections"], hidden)}
+    shown = exchange | {"request": request}
+    if "response" in exchange:
+        shown["response"] = redact(exchange["response"], hidden)
+    return shown
 
 
-def _reply_of(future: concurrent.futures.Future[ModelReply]) -> ModelReply:
-    """The reply; whatever a user's own model raises is an error of the model's, not of the loop."""
-    error = future.exception()
-    if error is None or isinstance(error, ModelError | AssertionError):
-        return future.result()  # an AssertionError is a scripted model's, for the test to see
-    name = type(error).__name__
-    raise ModelError(f"the model raised {name}", type=RunErrorType.MODEL_BAD_RESPONSE) from error
+def _is_out(error: ModelError) -> bool:
+    """Whether another model may well answer what this one didn't."""
+    return error.type in OUT or (error.type is RunErrorType.CONFIG_ERROR and error.status == 404)
+
+
+def _after_result(run_id: str, step: int, outcome: Outcome, turn: int | None) -> Next:
+    if outcome is Outcome.LAST:
+        return NextStep(run_id, step + 1)
+    return Wait(run_id) if turn is None else CallTools(run_id, step, (turn,))
+
+
+def answer_question(store: RunStore, run_id: str, text: str, call_id: str | None) -> Next:
+    """Give the user's reply to what the model asked (`ask_user`); needs no worker.
+
+    Raises `InvalidInput` where no question is open, or `call_id` has to say which.
+    """
+    questions = store.read_questions(run_id)
+    if call_id is None and len(questions) == 1:
+        [call_id] = questions
+    if call_id not in questions:
+        known = ", ".join(questions) or "none"
+        raise InvalidInput(f"run {run_id} has no such open question; open: {known}")
+    step, _, index = call_id.partition(".")
+    reply = clean(text)
+    result = ToolResult(
+        call_id=call_id,
+        name=ask_user.name,
+        ok=True,
+        content=reply,
+        data=reply,
+        output_chars=len(reply),
+    )
+    outcome, turn = store.record_result(run_id, int(step), int(index), result)
+    if outcome not in (Outcome.WAIT, Outcome.LAST):
+        raise InvalidInput(f"question {call_id} of run {run_id} was answered or closed meanwhile")
+    return _after_result(run_id, int(step), outcome, turn)
 
 
 def cancel_run(store: RunStore, run_id: str, reason: str) -> EndedRun:
@@ -726,7 +787,7 @@ def _limit_message(limit: str, limits: Limits) -> str:
     return f"stopped by {limit}={value:g}" if isinstance(value, float | int) else limit
 
 
-def _log_step(record: RunRecord, asked: _Asked, started: float) -> None:
+def _log_step(record: RunRecord, asked: Asked, started: float) -> None:
     failed = [each["error"]["type"] for each in asked.exchanges if "error" in each]
     logger.info(
         "run=%s step=%d requests=%d tokens=%d errors=%s ms=%d",

@@ -1,5 +1,8 @@
 """The one place that talks to a model server: a strict writer, a deadline, and one table of errors.
 
+What differs between servers is in `runner/profiles.py`, what a stream may look like in
+`runner/stream.py`.
+
 No type and no exception of the openai SDK leaves this module, and no error's text carries a key, a
 URL or a prompt. One call is one HTTP request: retries belong to the run (`retry_delay`).
 """
@@ -7,20 +10,32 @@ URL or a prompt. One call is one HTTP request: retries belong to the run (`retry
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+import logging
 import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing, suppress
 from email.utils import parsedate_to_datetime
 from typing import Any
 
 import openai
 from tenacity import RetryCallState, Retrying, stop_after_attempt, wait_exponential_jitter
 
-from runner.errors import ModelError
-from runner.models import ModelReply, ModelRequest, Retry, RunErrorType
+from runner.errors import ModelError, SettingsError
+from runner.models import (
+    Final,
+    ModelReply,
+    ModelRequest,
+    Retry,
+    RunErrorType,
+    ToolCalls,
+    Usage,
+)
+from runner.profiles import OPENAI, Profile, profile_for, profile_named
 from runner.reader import (
     MAX_ID_CHARS,
     NAME_PATTERN,
@@ -33,11 +48,16 @@ from runner.reader import (
     says_context_overflow,
     scrub,
 )
+from runner.stream import MAX_BODY_BYTES, ReplyStream, refuse_size
 from runner.tools import running_call
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_BASE_URL = "https://api.openai.com/v1"
 CONNECT_TIMEOUT = 10.0
 MAX_RAW_ERROR_CHARS = 64_000
+LINGER = 2.0
+"""Seconds for the usage, once an answer is whole: some servers never close the stream."""
 
 # --- errors: the SDK's and the server's, as what a retry needs to know -------------------------
 
@@ -77,6 +97,17 @@ _EXCEPTIONS: tuple[tuple[type[Exception], RunErrorType, bool, str], ...] = (
     (TimeoutError, RunErrorType.MODEL_TIMEOUT, True, "the model's answer took too long"),
     (OSError, RunErrorType.MODEL_HTTP_ERROR, True, "the connection to the model server failed"),
 )
+
+_TRANSPORT = {"httpx2", "httpx", "httpcore2", "httpcore", "h11"}
+
+# The codes that servers report in the midst of a stream, where there is no status any more.
+_STATUS_OF_CODE = {
+    "rate_limit_exceeded": 429,
+    "rate_limit_error": 429,
+    "invalid_request_error": 400,
+    "authentication_error": 401,
+    "invalid_api_key": 401,
+}
 
 
 def read_retry_after(headers: Mapping[str, str], *, now: float) -> float | None:
@@ -142,6 +173,19 @@ def describe_status(
     )
 
 
+def describe_reported(error: ServerError, text: str, *, now: float, secret: str = "") -> ModelError:
+    """The error for an error object in a stream, whose status was a success."""
+    status = next(
+        (
+            int(word) if re.fullmatch(r"[45]\d\d", word) else _STATUS_OF_CODE[word]
+            for word in (error.code, error.type)
+            if re.fullmatch(r"[45]\d\d", word) or word in _STATUS_OF_CODE
+        ),
+        400 if classify_error(error) or says_context_overflow(error) else 500,
+    )
+    return describe_status(status, {}, text, now=now, secret=secret)
+
+
 def describe_exception(error: Exception, *, now: float, secret: str = "") -> ModelError:
     """The error for whatever the SDK raised. The original is dropped: its request has the key."""
     if isinstance(error, openai.APIStatusError):
@@ -151,6 +195,11 @@ def describe_exception(error: Exception, *, now: float, secret: str = "") -> Mod
     for cause, kind, retryable, message in _EXCEPTIONS:
         if isinstance(error, cause):
             return ModelError(message, type=kind, retryable=retryable)
+    if error.__class__.__module__.partition(".")[0] in _TRANSPORT:
+        # The SDK wraps what goes wrong before the headers, and not what does while a body comes.
+        late = "Timeout" in error.__class__.__name__
+        _, kind, retryable, message = _EXCEPTIONS[0 if late else 1]
+        return ModelError(message, type=kind, retryable=retryable)
     name = error.__class__.__name__
     return ModelError(f"the model client failed with {name}", type=RunErrorType.CONFIG_ERROR)
 
@@ -176,28 +225,68 @@ def retry_delay(retry: Retry, attempt: int, error: ModelError) -> float | None:
 
 # --- the writer --------------------------------------------------------------------------------
 
+_OWN_KEYS = {
+    "messages": "the run's history is sent",
+    "model": "set Agent(model=...) or OpenAIModel(name=...)",
+    "tools": "set Agent(tools=...)",
+    "tool_choice": "set Agent(tool_choice=...)",
+    "parallel_tool_calls": "set Agent(parallel_tool_calls=...)",
+    "stream": "the runtime decides when to stream",
+    "stream_options": "set it in a Profile (stream_usage)",
+    "functions": "set Agent(tools=...)",
+    "function_call": "set Agent(tool_choice=...)",
+    "n": "only one answer is read",
+}
+_OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens")
 
-def write_request(request: ModelRequest, *, send_reasoning: bool = False) -> dict[str, Any]:
+
+def check_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's own parameters of a request; raises `SettingsError` for one that isn't theirs."""
+    for key in extra:
+        if key in _OWN_KEYS:
+            raise SettingsError(f"extra can't hold {key!r}: {_OWN_KEYS[key]}")
+    if all(key in extra for key in _OUTPUT_LIMITS):
+        raise SettingsError("extra holds both max_tokens and max_completion_tokens: give one")
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(dict(extra), allow_nan=False))
+    except (TypeError, ValueError, RecursionError):
+        raise SettingsError("extra must hold JSON only: text, numbers, lists, objects") from None
+    return copy
+
+
+def write_request(
+    request: ModelRequest,
+    *,
+    profile: Profile = OPENAI,
+    extra: Mapping[str, Any] | None = None,
+    stream: bool = False,
+) -> dict[str, Any]:
     """The body to send. A history that breaks rule 1 of the loop is refused, never sent.
 
     A blank assistant turn and keys that a response carried but a request mustn't are left out.
     """
     body: dict[str, Any] = {
-        "model": request.model,
-        "messages": _write_messages(request.messages, send_reasoning=send_reasoning),
+        (profile.output_limit if key in _OUTPUT_LIMITS else key): value
+        for key, value in (extra or {}).items()
     }
+    body["model"] = request.model
+    body["messages"] = _write_messages(request.messages, profile)
     if request.tools:
-        body["tools"] = [_write_tool(tool) for tool in request.tools]
-        if request.tool_choice is not None:
-            body["tool_choice"] = request.tool_choice
-        if not request.parallel_tool_calls:  # true is the default, and some models refuse the word
+        body["tools"] = [_write_tool(tool, profile) for tool in request.tools]
+        choice = request.tool_choice
+        if choice is not None and (profile.forces_tools or choice == "none"):
+            body["tool_choice"] = choice
+        # true is the default, and some models refuse the word
+        if not request.parallel_tool_calls and profile.parallel_tool_calls:
             body["parallel_tool_calls"] = False
+    if stream:
+        body["stream"] = True
+        if profile.stream_usage:
+            body["stream_options"] = {"include_usage": True}
     return body
 
 
-def _write_messages(
-    messages: tuple[dict[str, Any], ...], *, send_reasoning: bool
-) -> list[dict[str, Any]]:
+def _write_messages(messages: tuple[dict[str, Any], ...], profile: Profile) -> list[dict[str, Any]]:
     written: list[dict[str, Any]] = []
     open_ids: list[str] = []
     for message in messages:
@@ -205,50 +294,80 @@ def _write_messages(
             case "tool":
                 if not open_ids or message.get("tool_call_id") != open_ids[0]:
                     raise _refuse_history("a tool message stands without its call or out of order")
-                written.append(
-                    {
-                        "role": "tool",
-                        "tool_call_id": open_ids.pop(0),
-                        "content": _write_content(message.get("content")) or "",
-                    }
-                )
+                written.append({**_write_text(message), "tool_call_id": open_ids.pop(0)})
                 continue
             case _ if open_ids:
                 raise _refuse_history("a tool call has no result")
             case "assistant":
-                turn = _write_turn(message, send_reasoning=send_reasoning)
+                turn = _write_turn(message, profile)
                 if turn is None:
                     continue
                 written.append(turn)
                 open_ids = [call["id"] for call in turn.get("tool_calls", ())]
-            case "system" | "developer" | "user" as role:
-                content = _write_content(message.get("content"))
-                written.append({"role": role, "content": content or ""})
+            case "system" | "developer" | "user":
+                written.append(_write_text(message))
             case _:
                 raise _refuse_history("a message has an unknown role")
     if open_ids:
         raise _refuse_history("a tool call has no result")
     if not written:
         raise _refuse_history("there is no message")
-    return written
+    return _adapt_messages(written, profile)
 
 
-def _write_turn(message: Mapping[str, Any], *, send_reasoning: bool) -> dict[str, Any] | None:
+def _adapt_messages(messages: list[dict[str, Any]], profile: Profile) -> list[dict[str, Any]]:
+    """The same history in the shape that this server takes."""
+    if profile.id_length is not None:
+        _replace_ids(messages, profile.id_length)
+    adapted: list[dict[str, Any]] = []
+    for message in messages:
+        follows_result = bool(adapted) and adapted[-1]["role"] == "tool"
+        if profile.bridge and follows_result and message["role"] not in ("assistant", "tool"):
+            adapted.append({"role": "assistant", "content": profile.bridge})
+        if message["role"] == "developer" and not profile.developer_role:
+            message = {**message, "role": "system"}
+        adapted.append(message)
+    return adapted
+
+
+def _write_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {"role": message["role"], "content": _write_content(message.get("content")) or ""}
+
+
+def _replace_ids(messages: list[dict[str, Any]], length: int) -> None:
+    """Give calls and results ids of the one shape that the server takes: always the same ones."""
+    holders = [(call, "id") for turn in messages for call in turn.get("tool_calls", ())]
+    holders += [(message, "tool_call_id") for message in messages if message["role"] == "tool"]
+    fitting = re.compile(rf"[A-Za-z0-9]{{{length}}}")
+    given = {holder[key] for holder, key in holders}
+    new = {call_id: call_id for call_id in given if fitting.fullmatch(call_id)}
+    for call_id in sorted(given - new.keys()):
+        digest = call_id
+        while digest == call_id or digest[:length] in new.values():
+            digest = hashlib.shake_256(digest.encode()).hexdigest(length)
+        new[call_id] = digest[:length]
+    for holder, key in holders:
+        holder[key] = new[holder[key]]
+
+
+def _write_turn(message: Mapping[str, Any], profile: Profile) -> dict[str, Any] | None:
     content = _write_content(message.get("content"))
-    calls = [_write_call(call) for call in message.get("tool_calls") or ()]
-    if not calls and not content:
-        return None
-    turn: dict[str, Any] = {"role": "assistant", "content": content or None}
-    if calls:
-        if len({call["id"] for call in calls}) < len(calls):
-            raise _refuse_history("two calls of one turn have the same id")
-        turn["tool_calls"] = calls
-        if send_reasoning and message.get("reasoning_content"):
-            turn["reasoning_content"] = scrub(str(message["reasoning_content"]))
+    calls = [_write_call(call, profile) for call in message.get("tool_calls") or ()]
+    if not calls:
+        return {"role": "assistant", "content": content} if content else None
+    if len({call["id"] for call in calls}) < len(calls):
+        raise _refuse_history("two calls of one turn have the same id")
+    turn = {
+        "role": "assistant",
+        "content": content or profile.empty_content,
+        "tool_calls": calls,
+    }
+    if profile.sends_reasoning:
+        turn["reasoning_content"] = scrub(str(message.get("reasoning_content") or ""))
     return turn
 
 
-def _write_call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _write_call(call: Mapping[str, Any], profile: Profile) -> dict[str, Any]:
     function = call.get("function") or {}
     call_id, name, arguments = call.get("id"), function.get("name"), function.get("arguments")
     if not isinstance(call_id, str) or not 0 < len(call_id) <= MAX_ID_CHARS:
@@ -258,11 +377,15 @@ def _write_call(call: Mapping[str, Any]) -> dict[str, Any]:
     text, fault = read_arguments(arguments)
     if fault or not isinstance(arguments, str):
         raise _refuse_history("the arguments of a tool call are not the text of a JSON object")
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
+    written = {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
+    if profile.call_extra is not None:
+        written["extra_content"] = call.get("extra_content") or dict(profile.call_extra)
+    return written
 
 
-def _write_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    known = ("name", "description", "parameters", "strict")
+def _write_tool(tool: Mapping[str, Any], profile: Profile) -> dict[str, Any]:
+    known = ["name", "description", "parameters"]
+    known += ["strict"] if profile.strict_tools else []
     function = {key: value for key, value in tool["function"].items() if key in known}
     return {"type": "function", "function": function}
 
@@ -290,11 +413,13 @@ def _refuse_history(fault: str) -> ModelError:
 
 
 class OpenAIModel:
-    """A `Model` on any server that speaks chat completions.
+    """A `StreamingModel` on any server that speaks chat completions.
 
     `base_url` and `api_key` default to OPENAI_BASE_URL and OPENAI_API_KEY, read at the first call.
-    `send_reasoning` sends `reasoning_content` of stored turns with calls back, as DeepSeek demands
-    and OpenAI forbids. `now` is a clock in seconds since the epoch.
+    `name` is the model's name, for an agent that holds this object. `profile`, a `Profile` or the
+    name of one, says what the server wants differently; by default the address tells. `extra` goes
+    into each request, such as `{"temperature": 0}`; `max_tokens` is sent under the server's own
+    name for it. `now` is a clock in seconds since the epoch. Raises `SettingsError`.
     """
 
     def __init__(
@@ -302,40 +427,93 @@ class OpenAIModel:
         base_url: str | None = None,
         api_key: str | None = None,
         *,
-        send_reasoning: bool = False,
+        name: str | None = None,
+        profile: Profile | str | None = None,
+        extra: Mapping[str, Any] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
+        self.name = name
         self._base_url = base_url
         self._api_key = api_key
-        self._send_reasoning = send_reasoning
+        self._profile = profile_named(profile) if isinstance(profile, str) else profile
+        self._extra = check_extra(extra or {})
         self._now = now
         # A client that was inherited across a fork returned answers that belonged to other
         # processes, and one bound to another event loop hangs: hence both are in the key.
         self._clients: dict[tuple[int, asyncio.AbstractEventLoop], openai.AsyncOpenAI] = {}
 
+    @property
+    def profile(self) -> Profile:
+        """What this model's server wants differently."""
+        return self._profile or profile_for(self._read_url())
+
     async def respond(self, request: ModelRequest) -> ModelReply:
         """Make one attempt, `request.timeout` seconds in all. Cancelling it closes the request."""
+        body = self._write(request, stream=False)
+        client = self._get_client()
+        raw = bytearray()
+        try:
+            # The SDK's timeouts are per operation: a body that drips outlives them.
+            async with asyncio.timeout(request.timeout), aclosing(_post(client, body)) as pieces:
+                async for piece in pieces:
+                    raw += piece
+                    if len(raw) > MAX_BODY_BYTES:
+                        break
+        except Exception as error:  # noqa: BLE001 - the border: the table names what is known
+            failure = describe_exception(error, now=self._now(), secret=client.api_key)
+        else:
+            if len(raw) > MAX_BODY_BYTES:
+                raise refuse_size()
+            return read_reply(raw.decode("utf-8", "replace"))
+        # Raised outside of `except`, so that no SDK exception hangs on to it as its context.
+        raise failure
+
+    async def stream(self, request: ModelRequest, on_text: Callable[[str], None]) -> ModelReply:
+        """Make one attempt as `respond` does, and tell the answer's text while it comes.
+
+        `on_text` must not block; if it raises, it is not called again, and the attempt goes on.
+        """
+        body = self._write(request, stream=True)
+        client = self._get_client()
+        incoming, listener = ReplyStream(), _Listener(on_text)
+        failure: ModelError | None = None
+        try:
+            async with asyncio.timeout(request.timeout) as limit:
+                async with aclosing(_post(client, body)) as pieces:
+                    await _take_pieces(pieces, incoming, listener, limit)
+        except Exception as error:  # noqa: BLE001 - the border: the table names what is known
+            # What goes wrong after an answer is whole takes nothing from it.
+            if not incoming.is_whole:
+                failure = describe_exception(error, now=self._now(), secret=client.api_key)
+        if incoming.reported is not None:
+            failure = describe_reported(
+                incoming.reported, incoming.reported_text, now=self._now(), secret=client.api_key
+            )
+        if failure is not None:
+            if incoming.has_begun:
+                failure.usage = Usage(requests=1, known=False)
+                failure.raw = failure.raw or incoming.as_raw()
+            raise failure
+        reply = incoming.read()
+        listener.finish(incoming.rest(), reply)
+        return reply
+
+    def _write(self, request: ModelRequest, *, stream: bool) -> dict[str, Any]:
         if running_call.get() is not None:
             raise ModelError(
                 "a tool may not call the agent's model (rule 11): return what it needs to know, "
                 "and let the next step ask",
                 type=RunErrorType.CONFIG_ERROR,
             )
-        body = write_request(request, send_reasoning=self._send_reasoning)
-        client = self._get_client()
-        send: Any = client.chat.completions.with_raw_response.create
+        body = write_request(request, profile=self.profile, extra=self._extra, stream=stream)
         timeout = openai.Timeout(request.timeout, connect=min(CONNECT_TIMEOUT, request.timeout))
-        try:
-            # The SDK's timeouts are per operation: a body that drips outlives them.
-            async with asyncio.timeout(request.timeout):
-                response = await send(**body, timeout=timeout)
-                raw: str = response.content.decode("utf-8", "replace")
-        except Exception as error:  # noqa: BLE001 - the border: the table names what is known
-            failure = describe_exception(error, now=self._now(), secret=client.api_key)
-        else:
-            return read_reply(raw)
-        # Raised outside of `except`, so that no SDK exception hangs on to it as its context.
-        raise failure
+        # The user's own parameters may be unknown to the SDK.
+        extra = {key: body.pop(key) for key in list(body) if key not in _OWN_KEYS}
+        return {**body, "extra_body": extra or None, "timeout": timeout}
+
+    def _read_url(self) -> str:
+        given = (self._base_url or os.environ.get("OPENAI_BASE_URL") or "").strip()
+        return given or DEFAULT_BASE_URL
 
     async def aclose(self) -> None:
         """Close the client of this process and event loop; the next call makes a new one."""
@@ -357,7 +535,7 @@ class OpenAIModel:
     def _make_client(self) -> openai.AsyncOpenAI:
         # Keys come from files, with the newline at their end.
         key = (self._api_key or os.environ.get("OPENAI_API_KEY") or "").strip()
-        url = (self._base_url or os.environ.get("OPENAI_BASE_URL") or "").strip()
+        url = self._read_url()
         if not key:
             raise ModelError(
                 "there is no key for the model server: set OPENAI_API_KEY "
@@ -369,9 +547,16 @@ class OpenAIModel:
                 "OPENAI_API_KEY holds characters that no header can carry",
                 type=RunErrorType.CONFIG_ERROR,
             )
-        if url and not re.match(r"https?://[^/]", url):
+        if not re.match(r"https?://[^/]", url):
             raise ModelError(
                 "OPENAI_BASE_URL must start with http:// or https://",
+                type=RunErrorType.CONFIG_ERROR,
+            )
+        profile = self.profile
+        if not url.rstrip("/").endswith(profile.base_path):
+            raise ModelError(
+                f"OPENAI_BASE_URL must end in {profile.base_path} for a server with the profile "
+                f"{profile.name}",
                 type=RunErrorType.CONFIG_ERROR,
             )
         # Any Exception, since httpx2's InvalidURL is nothing more special; and suppressed, not
@@ -379,7 +564,7 @@ class OpenAIModel:
         with suppress(Exception):
             return openai.AsyncOpenAI(
                 api_key=key,
-                base_url=url or DEFAULT_BASE_URL,
+                base_url=url,
                 max_retries=0,
                 # Not the SDK's default client: that one closes itself as a stray task on whatever
                 # loop runs when it is collected. A redirected POST would arrive as a GET.
@@ -389,3 +574,54 @@ class OpenAIModel:
             "the model client can't be made: is OPENAI_BASE_URL a URL?",
             type=RunErrorType.CONFIG_ERROR,
         )
+
+
+async def _post(
+    client: openai.AsyncOpenAI, parameters: dict[str, Any]
+) -> AsyncGenerator[bytes, None]:
+    """Send one request, and yield the body of a success as it comes; closing this closes it."""
+    # Not the SDK's own parser of streams: that one raises at the first event it can't read.
+    send: Any = client.chat.completions.with_streaming_response.create
+    async with send(**parameters) as response, aclosing(response.iter_bytes()) as pieces:
+        async for piece in pieces:
+            yield piece
+
+
+async def _take_pieces(
+    pieces: AsyncIterator[bytes], incoming: ReplyStream, listener: _Listener, limit: asyncio.Timeout
+) -> None:
+    until, lingers = limit.when(), False
+    async for piece in pieces:
+        listener.tell(incoming.feed(piece))
+        if incoming.has_failed:
+            return
+        if incoming.is_whole is not lingers and until is not None:
+            lingers = incoming.is_whole
+            soon = asyncio.get_running_loop().time() + LINGER
+            limit.reschedule(min(until, soon) if lingers else until)
+    listener.tell(incoming.end())
+
+
+class _Listener:
+    """Hands text to the one who follows, whose faults are no concern of the attempt."""
+
+    def __init__(self, on_text: Callable[[str], None]) -> None:
+        self._on_text: Callable[[str], None] | None = on_text
+        self._has_told = False
+
+    def tell(self, text: str) -> None:
+        if not text or self._on_text is None:
+            return
+        self._has_told = True
+        try:
+            self._on_text(text)
+        except Exception as error:  # noqa: BLE001 - it is the caller's code
+            self._on_text = None
+            logger.warning("on_text failed with %s: not called again", error.__class__.__name__)
+
+    def finish(self, rest: str, reply: ModelReply) -> None:
+        self.tell(rest)
+        if not self._has_told:  # a server that didn't stream, or sent its message at the end
+            match reply:
+                case Final(text=text) | ToolCalls(text=text):
+                    self.tell(text or "")

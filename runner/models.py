@@ -6,9 +6,10 @@ at the border and never a silent default further in.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
@@ -86,7 +87,9 @@ class Limits(Frozen):
     """What the runtime enforces, whatever a model sends.
 
     `timeout` is in seconds from submit; the record holds the absolute deadline. `max_tokens` counts
-    what the server reports, over all steps; None is no limit.
+    what the server reports, over all steps, and `max_cost` what that costs by the agent's `prices`;
+    None is no limit. `max_repeats` is how often the same calls may come with the same results, or
+    the same error, before the model is told; one more ends the run.
     """
 
     max_steps: int = Field(20, ge=1)
@@ -96,6 +99,8 @@ class Limits(Frozen):
     max_parallel_calls: int = Field(16, ge=1)
     max_calls_per_turn: int = Field(64, ge=1)
     max_invalid_calls: int = Field(5, ge=1)
+    max_cost: float | None = Field(None, gt=0, allow_inf_nan=False)
+    max_repeats: int = Field(3, ge=1)
 
 
 class Retry(Frozen):
@@ -175,13 +180,18 @@ class ToolResult(Frozen):
 
 
 class Usage(Frozen):
-    """Tokens as the server reported them. `known` is false once any response came without usage."""
+    """Tokens as the server reported them. `known` is false once any response came without usage.
+
+    `cost` is what they cost by the prices that the agent has, in the currency of those; None where
+    it has none. What is unknown is in neither.
+    """
 
     requests: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     total_tokens: int = 0
     known: bool = True
+    cost: float | None = None
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
@@ -190,7 +200,30 @@ class Usage(Frozen):
             completion_tokens=self.completion_tokens + other.completion_tokens,
             total_tokens=self.total_tokens + other.total_tokens,
             known=self.known and other.known,
+            cost=_add_costs(self.cost, other.cost),
         )
+
+    def priced(self, price: Price | None) -> Usage:
+        """The same with its cost; without one where the price or the usage isn't known."""
+        if price is None or not self.known:
+            return self
+        return self.model_copy(update={"cost": price.of(self)})
+
+
+class Price(Frozen):
+    """What a model costs for a million tokens, in any one currency."""
+
+    prompt: float = Field(ge=0, allow_inf_nan=False)
+    completion: float = Field(ge=0, allow_inf_nan=False)
+
+    def of(self, usage: Usage) -> float:
+        """The cost of this usage."""
+        tokens = usage.prompt_tokens * self.prompt + usage.completion_tokens * self.completion
+        return tokens / 1_000_000
+
+
+def _add_costs(one: float | None, other: float | None) -> float | None:
+    return one if other is None else (one or 0.0) + other
 
 
 class RunError(Frozen):
@@ -273,6 +306,7 @@ class Final:
     text: str
     usage: Usage
     raw: str
+    reasoning: str | None = None
     kind: Literal["final"] = "final"
 
 
@@ -295,3 +329,15 @@ class Model(Protocol):
     """Anything that can answer a request. Errors are `ModelError`: what a retry needs to know."""
 
     async def respond(self, request: ModelRequest) -> ModelReply: ...
+
+
+@runtime_checkable
+class StreamingModel(Model, Protocol):
+    """A model that also tells its answer while it comes.
+
+    `on_text` is handed each new piece of the answer's text, in order, and never reasoning or calls;
+    it runs on the event loop of the attempt, so it must not block. An attempt that fails after some
+    pieces makes all of them void. The reply is the whole one, as from `respond`.
+    """
+
+    async def stream(self, request: ModelRequest, on_text: Callable[[str], None]) -> ModelReply: ...

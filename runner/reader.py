@@ -259,7 +259,7 @@ def _read_call(entry: Mapping[str, Any], id: str, *, cut_off: bool) -> ProposedC
     )
 
 
-def _iterate_parts(content: object, depth: int = 0) -> Iterator[tuple[str, str]]:
+def iterate_parts(content: object, depth: int = 0) -> Iterator[tuple[str, str]]:
     """(kind, text) of each part of a content that is text, one part, or a list of parts."""
     if depth > 4:  # real ones have three levels; a hostile one has as many as it likes
         return
@@ -268,10 +268,10 @@ def _iterate_parts(content: object, depth: int = 0) -> Iterator[tuple[str, str]]
             yield "text", content
         case list():
             for part in content:
-                yield from _iterate_parts(part, depth + 1)
+                yield from iterate_parts(part, depth + 1)
         case dict():
             for key in ("refusal", "thinking", "reasoning", "text", "value"):
-                if texts := [text for _, text in _iterate_parts(content.get(key), depth + 1)]:
+                if texts := [text for _, text in iterate_parts(content.get(key), depth + 1)]:
                     kind = content.get("type") if key == "text" else key
                     yield (_PART_KINDS.get(str(kind), "text"), "".join(texts))
                     return
@@ -280,7 +280,7 @@ def _iterate_parts(content: object, depth: int = 0) -> Iterator[tuple[str, str]]
 def _read_texts(message: Mapping[str, Any]) -> tuple[str, str, str]:
     """Answer, refusal and reasoning of a message, each perhaps empty."""
     found: dict[str, list[str]] = {"text": [], "refusal": [], "reasoning": []}
-    for kind, text in _iterate_parts(message.get("content")):
+    for kind, text in iterate_parts(message.get("content")):
         found[kind].append(text)
     for key in ("reasoning_content", "reasoning"):
         if isinstance(message.get(key), str) and message[key]:
@@ -398,18 +398,28 @@ class _Unusable(Exception):
 
 def read_reply(raw: str) -> ModelReply:
     """Read the body of a response with a success status. Raises nothing but ModelError."""
-    usage = Usage(requests=1, known=False)
     try:
         body = load_json(raw.removeprefix("\ufeff"))
-        if isinstance(body, dict):
-            usage = read_usage(body.get("usage"))
-        _refuse_error(body)
-        return _read_choice(_choose_choice(body), usage, raw)
     except ValueError:
         fault = _Unusable("the model server's answer is not JSON: does the base URL end in /v1?")
+    else:
+        return read_body(body, raw)
+    raise _as_error(fault, Usage(requests=1, known=False), raw)
+
+
+def read_body(body: object, raw: str) -> ModelReply:
+    """Read a parsed body; `raw` is its text. Raises nothing but ModelError."""
+    usage = read_usage(body.get("usage") if isinstance(body, dict) else None)
+    try:
+        _refuse_error(body)
+        return _read_choice(_choose_choice(body), usage, raw)
     except _Unusable as unusable:
         fault = unusable
-    raise ModelError(
+    raise _as_error(fault, usage, raw)
+
+
+def _as_error(fault: _Unusable, usage: Usage, raw: str) -> ModelError:
+    return ModelError(
         str(fault),
         type=fault.kind,
         retryable=fault.ask_again,
@@ -472,7 +482,7 @@ def _read_choice(choice: Mapping[str, Any], usage: Usage, raw: str) -> ModelRepl
     if refusal.strip() or finish == "refusal":
         raise _Unusable("the model refused", RunErrorType.REFUSED, ask_again=False)
     _refuse_text(text, cut_off=cut_off)
-    return Final(text=text, usage=usage, raw=raw)
+    return Final(text=text, usage=usage, raw=raw, reasoning=reasoning or None)
 
 
 def _refuse_text(text: str, *, cut_off: bool) -> None:

@@ -25,10 +25,16 @@ from runner.models import (
     Usage,
 )
 
+BILLION = 1_000_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run's record as it was at `now`. Times are ms by Redis' clock."""
+    """A run's record as it was at `now`. Times are ms by Redis' clock.
+
+    `used` and `failed` count a tool's calls and failures by its name; `model` is the index of the
+    agent's model that is asked; `final` is the answer that a final tool has given.
+    """
 
     run_id: str
     status: RunStatus
@@ -39,6 +45,9 @@ class RunRecord:
     resumed: int
     model_attempts: int
     tool_calls: int
+    used: dict[str, int]
+    failed: dict[str, int]
+    model: int
     invalid_calls: int
     created: int
     deadline: int
@@ -53,6 +62,7 @@ class RunRecord:
     answer: JsonValue
     error: RunError | None
     fatal: RunError | None
+    final: JsonValue
     limit: str | None
     on_finish: OnFinish | None
     promised: bool
@@ -137,6 +147,7 @@ def limit_fields(limits: Limits) -> dict[str, str | int]:
         "limits": limits.model_dump_json(),
         "max_steps": limits.max_steps,
         "max_tokens": limits.max_tokens or 0,
+        "max_cost": _billionths(limits.max_cost),
     }
 
 
@@ -148,7 +159,21 @@ def usage_args(usage: Usage | None) -> list[int]:
         usage.completion_tokens,
         usage.total_tokens,
         0 if usage.known else 1,
+        _billionths(usage.cost),
     ]
+
+
+def _billionths(cost: float | None) -> int:
+    # Whole numbers, so that Redis adds them up without an error of rounding.
+    return round((cost or 0.0) * BILLION)
+
+
+def _counts(fields: Mapping[str, str], prefix: str) -> dict[str, int]:
+    return {
+        name.removeprefix(prefix): int(value)
+        for name, value in fields.items()
+        if name.startswith(prefix)
+    }
 
 
 def parse_record(run_id: str, fields: Mapping[str, str], now: int) -> RunRecord:
@@ -180,6 +205,9 @@ def parse_record(run_id: str, fields: Mapping[str, str], now: int) -> RunRecord:
         resumed=number("resumed"),
         model_attempts=number("model_attempts"),
         tool_calls=number("tool_calls"),
+        used=_counts(fields, "used."),
+        failed=_counts(fields, "failed."),
+        model=number("model"),
         invalid_calls=number("invalid_calls"),
         created=number("created"),
         deadline=number("deadline"),
@@ -195,11 +223,13 @@ def parse_record(run_id: str, fields: Mapping[str, str], now: int) -> RunRecord:
             completion_tokens=number("completion_tokens"),
             total_tokens=number("total_tokens"),
             known=number("unknown_usage") == 0,
+            cost=number("cost") / BILLION if number("cost") else None,
         ),
         stop_reason=StopReason(stop) if stop else None,
         answer=parsed("answer"),
         error=error("error"),
         fatal=error("fatal"),
+        final=parsed("final"),
         limit=fields.get("limit") or None,
         on_finish=OnFinish.model_validate_json(on_finish) if on_finish else None,
         promised=number("promised") == 1,

@@ -10,6 +10,7 @@ import base64
 import dataclasses
 import json
 import math
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping
 from datetime import date, time
@@ -23,6 +24,14 @@ from pydantic import JsonValue
 from pydantic_core import to_jsonable_python
 
 from runner.models import ToolErrorInfo
+
+MARKUP = re.compile(
+    r"</?\s*(?:tool_(?:result|response|call|output)s?|function_(?:call|result)s?)\b"
+    r"|<\|[a-z_]{2,32}\|>|<\uff5c[^>\n]{1,40}\uff5c>|\[/?(?:INST|TOOL_RESULTS|TOOL_CALLS)\]|<</?SYS>>"
+    r"|<(?:start|end)_of_turn>",
+    re.IGNORECASE,
+)
+"""Words of chat templates. A result that holds one is shown as data, inside of a fence."""
 
 MAX_DEPTH = 100
 MAX_INT_BITS = 13_000  # Python writes no int of more than 4,300 digits
@@ -63,6 +72,20 @@ def cut(text: str, max_chars: int) -> str:
 def dump_json(data: JsonValue) -> str:
     """Compact, and in the characters themselves rather than escapes."""
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def fence(text: str) -> str:
+    """A result as the model reads it: in a fence where it looks like an attempt to leave its place.
+
+    Whatever would close the fence, or start a turn in a chat template, is broken up inside of it.
+    """
+    broken = defuse(text)
+    return text if broken == text else f"<tool_result>\n{broken}\n</tool_result>"
+
+
+def defuse(text: str) -> str:
+    """`text` with a backslash in each word of a chat template, so that it is none any more."""
+    return MARKUP.sub(lambda found: found[0][0] + "\\" + found[0][1:], text)
 
 
 def render_error(error: ToolErrorInfo) -> str:

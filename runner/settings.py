@@ -27,8 +27,9 @@ class Settings:
     `redis_url` holds the runs' state; `broker_url` (the same Redis unless said otherwise) carries
     the hints; `result_backend` (none unless given) is where Celery's `AsyncResult(run_id)` looks.
     `allow_insecure_redis` and `allow_unlimited_tools` lift two checks at a worker's start;
-    `celery_config` is a module with Celery settings to add to a worker's. `lease` is how long a
-    silent attempt is presumed alive, `renew_every` its heartbeat.
+    `redact` names fields whose values no trace shows; `celery_config` is a module with Celery
+    settings to add to a worker's. `lease` is how long a silent attempt is presumed alive,
+    `renew_every` its heartbeat.
     `drain` is how long a stopping worker lets what runs finish before others take it over.
     `hint_grace` is how long a published hint may take before recovery asks where it is.
     """
@@ -48,6 +49,7 @@ class Settings:
     max_events: int = 10_000
     max_goal_chars: int = 1_000_000
     celery_config: str = ""
+    redact: tuple[str, ...] = ()
     allow_insecure_redis: bool = False
     allow_unlimited_tools: bool = False
 

@@ -54,6 +54,7 @@ from runner.record import (
     result_trace,
     usage_args,
 )
+from runner.redact import redact
 from runner.scripts import load_script, script_names
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
 
@@ -84,6 +85,7 @@ class Outcome(StrEnum):
     """Every word that a transition can answer."""
 
     ALREADY = "ALREADY"
+    ANSWERED = "ANSWERED"
     BUSY = "BUSY"
     CALLS = "CALLS"
     CANCELLED = "CANCELLED"
@@ -137,12 +139,16 @@ class BegunCall:
 
 @dataclass(frozen=True, slots=True)
 class OpenCall:
-    """A call as `commit_step` stores it: `result` is there only where the runtime refused it."""
+    """A call as `commit_step` stores it: `result` is there only where the runtime refused it.
+
+    `question`: it is for the user, whose reply is its result; no worker runs it.
+    """
 
     provider_id: str
     decision: ToolDecision
     starts: int
     result: ToolResult | None = None
+    question: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +339,7 @@ class RunStore:
                 "max_steps": record.step + limits.max_steps,
                 "max_tool_calls": used + limits.max_tool_calls,
                 "max_tokens": limits.max_tokens and tokens + limits.max_tokens,
+                "max_cost": limits.max_cost and (record.usage.cost or 0.0) + limits.max_cost,
             }
         )
         return self._word(
@@ -422,21 +429,24 @@ class RunStore:
         trace: dict[str, Any],
         event: dict[str, Any],
         fingerprint: str,
+        warning: Mapping[str, Any] | None = None,
+        hidden: frozenset[str] = frozenset(),
     ) -> tuple[Outcome, tuple[int, ...]]:
         """Append a step's turn and open its calls; answers the indexes whose hints go out."""
         run_id = record.run_id
         args: list[Any] = []
         for call in calls:
             result = call.result
-            summary = call_summary(result) if result else {"tool": call.decision.name}
             args += [
                 dump(call.provider_id),
                 call.decision.model_dump_json(),
-                dump(summary),
+                dump(_opening(call)),
                 call.starts,
                 result.model_dump_json() if result else "",
                 dump(result.content) if result else "",
-                dump(result_trace(record.step, result)) if result else "",
+                dump(redact(result_trace(record.step, result), hidden)) if result else "",
+                call.decision.name,
+                "run" if call.question is None else "asked",
             ]
         reply = self._run(
             "commit_step",
@@ -461,6 +471,7 @@ class RunStore:
                 dump(trace),
                 dump(event),
                 fingerprint,
+                dump(warning) if warning else "",
                 len(messages),
                 *map(dump, messages),
                 *args,
@@ -477,8 +488,13 @@ class RunStore:
         trace: dict[str, Any],
         event: dict[str, Any],
         attempts: int = 1,
+        switch: bool = False,
+        warning: Mapping[str, Any] | None = None,
     ) -> Outcome:
-        """Let go of a step for `delay` seconds; recovery brings it back."""
+        """Let go of a step for `delay` seconds; recovery brings it back.
+
+        `switch`: the agent's next model takes over, with attempts of its own.
+        """
         run_id = record.run_id
         return self._word(
             "park_step",
@@ -493,6 +509,8 @@ class RunStore:
                 dump(trace),
                 dump(event),
                 attempts,
+                int(switch),
+                dump(warning) if warning else "",
             ],
         )
 
@@ -532,7 +550,13 @@ class RunStore:
         )
 
     def retry_call(
-        self, call: BegunCall, *, delay: float, result: ToolResult, passes: int = 0
+        self,
+        call: BegunCall,
+        *,
+        delay: float,
+        result: ToolResult,
+        passes: int = 0,
+        hidden: frozenset[str] = frozenset(),
     ) -> Outcome:
         """Put a call back after a failure that may pass; `result` is kept in the trace alone.
 
@@ -555,16 +579,29 @@ class RunStore:
                 call.epoch,
                 ms(delay),
                 self.settings.max_events,
-                dump(result_trace(step, result) | {"kind": "retried_result"}),
+                dump(redact(result_trace(step, result) | {"kind": "retried_result"}, hidden)),
                 dump(call_summary(result) | {"delay": delay}),
                 passes,
             ],
         )
 
     def record_result(
-        self, run_id: str, step: int, index: int, result: ToolResult, *, fatal: RunError | None
+        self,
+        run_id: str,
+        step: int,
+        index: int,
+        result: ToolResult,
+        *,
+        fatal: RunError | None = None,
+        final: bool = False,
+        parts: Sequence[dict[str, Any]] = (),
+        hidden: frozenset[str] = frozenset(),
     ) -> tuple[Outcome, int | None]:
-        """Record a call's result; answers the index of a held call whose turn has come."""
+        """Record a call's result; answers the index of a held call whose turn has come.
+
+        `final`: its data is the run's answer. `parts` follow the block as a user message. Fields
+        called as in `hidden` are hidden in the trace.
+        """
         reply = self._run(
             "record_result",
             [
@@ -587,9 +624,12 @@ class RunStore:
                 dump(result.content),
                 EVIDENCE.dump_json(result.evidence).decode() if result.evidence else "",
                 fatal.model_dump_json() if fatal else "",
-                dump(result_trace(step, result)),
+                dump(redact(result_trace(step, result), hidden)),
                 dump(call_summary(result)),
                 self._attempt_id(),
+                "" if result.ok else result.name,
+                dump(result.data) if final and result.ok else "",
+                ",".join(map(dump, parts)),
             ],
         )
         return reply[0], int(reply[1]) if len(reply) > 1 else None
@@ -624,9 +664,16 @@ class RunStore:
         return Outcome(reply[0]) if len(reply) == 1 else _begun_call(run_id, index, reply)
 
     def add_event(
-        self, run_id: str, type: str, *, step: int | None, call: str | None, data: dict[str, Any]
+        self,
+        run_id: str,
+        type: str,
+        *,
+        step: int | None,
+        call: str | None,
+        data: dict[str, Any],
+        epoch: int | None = None,
     ) -> Outcome:
-        """Tell followers something that changes no state."""
+        """Tell followers something that changes no state; with an `epoch` as its holder alone."""
         return self._word(
             "add_event",
             [keys.run(run_id), keys.events(run_id)],
@@ -636,6 +683,7 @@ class RunStore:
                 call or "",
                 dump(data),
                 self.settings.max_events,
+                "" if epoch is None else epoch,
             ],
         )
 
@@ -713,15 +761,12 @@ class RunStore:
         """The outcome that this record tells, with the evidence; None while the run runs."""
         if record.stop_reason is None:
             return None
-        run_id = record.run_id
-        lists = self._ask("lrange", keys.evidence(run_id), 0, -1)
-        evidence = [found for text in lists for found in EVIDENCE.validate_json(text)]
         return FinalResult(
-            run_id=run_id,
+            run_id=record.run_id,
             ok=record.stop_reason is StopReason.COMPLETED,
             stop_reason=record.stop_reason,
             answer=record.answer,
-            evidence=tuple(evidence),
+            evidence=tuple(self.read_evidence(record.run_id)),
             usage=record.usage,
             error=record.error,
             limit=record.limit,
@@ -748,6 +793,25 @@ class RunStore:
         """The oldest event kept, for readers that ask for more than the cap left."""
         entries = self._ask("xrange", keys.events(run_id), count=1)
         return parse_event(run_id, *entries[0]) if entries else None
+
+    def read_questions(self, run_id: str) -> dict[str, str]:
+        """The questions that a run waits for the user to answer: call id -> question."""
+        record, calls = self.read_run(run_id), self._ask("hgetall", keys.calls(run_id))
+        asked = sorted(
+            int(field.partition(".")[0])
+            for field, state in calls.items()
+            if field.endswith(".state") and state == "asked"
+        )
+        decisions = [ToolDecision.model_validate_json(calls[f"{n}.decision"]) for n in asked]
+        return {
+            keys.call_id(record.step, n): str(json.loads(decision.arguments)["question"])
+            for n, decision in zip(asked, decisions, strict=True)
+        }
+
+    def read_evidence(self, run_id: str) -> list[Evidence]:
+        """What the calls found so far, in call order."""
+        lists = self._ask("lrange", keys.evidence(run_id), 0, -1)
+        return [found for text in lists for found in EVIDENCE.validate_json(text)]
 
     def may_restart(self, run_id: str, step: int, index: int) -> bool:
         """Whether an open call may be started more than once."""
@@ -846,6 +910,15 @@ def reporting_redis_errors() -> Iterator[None]:
         raise RedisUnavailable(
             "Redis takes no writes for now (its disk, its replicas or a long script); see its log"
         ) from error
+
+
+def _opening(call: OpenCall) -> dict[str, Any]:
+    """What an event says of a call that a step opens."""
+    if call.result is not None:
+        return call_summary(call.result)
+    if call.question is not None:
+        return {"reason": "QUESTION", "question": call.question}
+    return {"tool": call.decision.name}
 
 
 def _process() -> str:

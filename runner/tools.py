@@ -22,13 +22,14 @@ from datetime import datetime
 from types import FrameType, UnionType
 from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin, overload
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
 from runner.errors import ToolDefinitionError, ToolError
+from runner.images import Image, take_images
 from runner.interrupt import Body, ToolInterrupted
 from runner.models import Evidence, Frozen, Principal, ToolErrorInfo, ToolErrorType, ToolResult
-from runner.render import clean, cut, render, render_error, to_json
+from runner.render import clean, cut, defuse, fence, render, render_error, to_json
 from runner.schema import (
     Arguments,
     build_arguments,
@@ -101,10 +102,11 @@ class Result(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """How a call went. `fatal`: the tool asked for the run to end."""
+    """How a call went. `fatal`: the tool asked for the run to end. `images` follow its block."""
 
     result: ToolResult
     fatal: bool = False
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,6 +116,10 @@ class Tool:
     `timeout` is in seconds, for one attempt. `attempts` is how often the body may be started, which
     counts only where the tool is `idempotent`: any other is started once. `parameters` is the JSON
     Schema of the arguments; `injected` are the parameters that receive the `Context`.
+
+    `max_calls` is how often a run may call it. After it failed `fallback_after` times in a run,
+    `fallback`, a function of the same parameters, answers in its place. What a `final` tool returns
+    is the run's answer. The values of fields called as in `redact` are hidden in the trace.
     """
 
     name: str
@@ -127,6 +133,11 @@ class Tool:
     attempts: int
     strict: bool
     max_output_chars: int
+    max_calls: int | None = None
+    fallback: Callable[..., Any] | None = None
+    fallback_after: int = 3
+    final: bool = False
+    redact: frozenset[str] = frozenset()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -203,6 +214,18 @@ class Options(Frozen):
     attempts: int = Field(ge=1)
     strict: bool
     max_output_chars: int = Field(ge=MIN_OUTPUT_CHARS)
+    max_calls: int | None = Field(ge=1)
+    fallback: Callable[..., Any] | None
+    fallback_after: int = Field(ge=1)
+    final: bool
+    redact: frozenset[str]
+
+    @field_validator("redact", mode="before")
+    @classmethod
+    def _read_names(cls, given: object) -> object:
+        if isinstance(given, str):
+            raise ValueError("it is a set of field names, such as {'token'}")  # noqa: TRY004 - pydantic's
+        return frozenset(given) if isinstance(given, Iterable) else given
 
 
 # --- definition --------------------------------------------------------------------------------
@@ -219,6 +242,11 @@ def tool(
     attempts: int = 3,
     strict: bool = False,
     max_output_chars: int = 65_536,
+    max_calls: int | None = None,
+    fallback: Callable[..., Any] | None = None,
+    fallback_after: int = 3,
+    final: bool = False,
+    redact: Iterable[str] = (),
 ) -> Callable[[Callable[..., Any]], Tool]: ...
 def tool(
     function: Callable[..., Any] | None = None,
@@ -230,6 +258,11 @@ def tool(
     attempts: int = 3,
     strict: bool = False,
     max_output_chars: int = 65_536,
+    max_calls: int | None = None,
+    fallback: Callable[..., Any] | None = None,
+    fallback_after: int = 3,
+    final: bool = False,
+    redact: Iterable[str] = (),
 ) -> Tool | Callable[[Callable[..., Any]], Tool]:
     """Make a function a tool: `@tool`, or `@tool(timeout=5, idempotent=True)`.
 
@@ -247,6 +280,11 @@ def tool(
             "attempts": attempts,
             "strict": strict,
             "max_output_chars": max_output_chars,
+            "max_calls": max_calls,
+            "fallback": fallback,
+            "fallback_after": fallback_after,
+            "final": final,
+            "redact": redact,
         },
     )
     return make if function is None else make(function)
@@ -270,6 +308,8 @@ def _make_tool(
     except ValidationError as error:
         faults = "; ".join(f"{path}: {reason}" for path, reason in list_faults(error).items())
         raise ToolDefinitionError(f"tool {name}: {faults}", code="invalid_option") from None
+    if checked.fallback is not None:
+        _check_fallback(checked.fallback, function, name)
     description, about = split_docstring(inspect.getdoc(function) or "")
     if not description:
         raise ToolDefinitionError(
@@ -317,6 +357,16 @@ def _check_function(function: object) -> None:
         reason = f"{label} is a generator, and a call has one result: return a list"
     if reason is not None:
         raise ToolDefinitionError(f"tool: {reason}", code="unsupported_signature")
+
+
+def _check_fallback(fallback: Callable[..., Any], function: Callable[..., Any], name: str) -> None:
+    wanted, got = (list(inspect.signature(each).parameters) for each in (function, fallback))
+    if wanted != got:
+        same = ", ".join(wanted) or "none"
+        raise ToolDefinitionError(
+            f"tool {name}: its fallback must have the same parameters: {same}",
+            code="invalid_option",
+        )
 
 
 def _check_parameters(function: Callable[..., Any], label: str) -> Mapping[str, inspect.Parameter]:
@@ -383,16 +433,20 @@ def execute(
     arguments: str,
     body: Body | None = None,
     *,
+    in_its_place: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Executed:
     """Run one call to its result, in the calling thread, which must have no running event loop.
 
     Raises nothing but `ToolInterrupted`; the timeout is the caller's to enforce, by `body`.
+    `in_its_place`: it has failed so often that its fallback answers.
     """
     started = clock()
     fatal = False
+    images: list[Image] = []
+    function = tool.fallback if in_its_place and tool.fallback else tool.function
     try:
-        outcome = _attempt(tool, context, arguments, body or Body())
+        outcome = _attempt(tool, function, context, arguments, body or Body(), images)
     except ToolInterrupted:
         raise
     except BaseException as error:  # noqa: BLE001 - a SystemExit of the tool's is a result too
@@ -403,7 +457,7 @@ def execute(
             context.call_id, tool.name, outcome, attempt=context.attempt, duration_ms=elapsed
         )
         return Executed(refused, fatal)
-    return Executed(outcome.model_copy(update={"duration_ms": elapsed}))
+    return Executed(outcome.model_copy(update={"duration_ms": elapsed}), images=tuple(images))
 
 
 def error_result(
@@ -412,7 +466,7 @@ def error_result(
     """The result of a call that was refused or failed; `content` is what the model reads of it."""
     error = ToolErrorInfo(
         type=clean(error.type),
-        message=cut(clean(error.message), MAX_ERROR_CHARS),
+        message=cut(defuse(clean(error.message)), MAX_ERROR_CHARS),
         retryable=error.retryable,
         fields=_clean_fields(error.fields),
     )
@@ -431,20 +485,27 @@ def error_result(
 
 
 def _attempt(
-    tool: Tool, context: Context, arguments: str, body: Body
+    tool: Tool,
+    function: Callable[..., Any],
+    context: Context,
+    arguments: str,
+    body: Body,
+    images: list[Image],
 ) -> ToolResult | ToolErrorInfo:
     given = tool.parse(arguments)
     if isinstance(given, ToolErrorInfo):
         return given
-    result = _validate_result(tool, _run_body(tool, context, given, body), context.call_id)
+    returned = _run_body(tool, function, context, given, body)
+    result = _validate_result(tool, returned, context.call_id)
     if isinstance(result, ToolErrorInfo):
         return result
-    shown = render(result.value, max_chars=tool.max_output_chars)
+    value = take_images(result.value, images)
+    shown = render(value, max_chars=tool.max_output_chars)
     return ToolResult(
         call_id=context.call_id,
         name=tool.name,
         ok=True,
-        content=shown.content,
+        content=fence(shown.content),
         data=shown.data,
         evidence=tuple(result.evidence),
         output_chars=shown.output_chars,
@@ -453,10 +514,16 @@ def _attempt(
     )
 
 
-def _run_body(tool: Tool, context: Context, given: Mapping[str, Any], body: Body) -> Any:
+def _run_body(
+    tool: Tool,
+    function: Callable[..., Any],
+    context: Context,
+    given: Mapping[str, Any],
+    body: Body,
+) -> Any:
     token = running_call.set(context.call_id)
     try:
-        return body.run(tool.function, {**given, **dict.fromkeys(tool.injected, context)})
+        return body.run(function, {**given, **dict.fromkeys(tool.injected, context)})
     finally:
         running_call.reset(token)
 

@@ -23,11 +23,14 @@ FOLDERS = {
 
 ROWS = [
     {"models"},
-    {"errors", "failpoints", "background", "interrupt", "scripts", "render"},
-    {"settings", "keys", "record", "schema", "reader"},
-    {"tools", "store"},
-    {"agents", "nudge", "model"},
-    {"context", "answers", "decide", "calls"},
+    {"errors", "failpoints", "background", "interrupt", "scripts", "render", "images", "redact"},
+    {"settings", "keys", "record", "schema", "reader", "profiles"},
+    {"tools", "store", "stream"},
+    {"clarify", "nudge", "model", "invariants"},
+    {"agents"},
+    {"context", "answers", "decide", "calls", "budgets"},
+    {"guards"},
+    {"ask"},
     {"loop"},
     {"testing"},
 ]
@@ -108,7 +111,7 @@ def test_a_module_imports_only_from_rows_above_its_own(path: Path) -> None:
 
 def test_the_package_offers_nothing_that_needs_redis_or_a_model() -> None:
     offered = runner_imports(ROOT / "runner" / "__init__.py")
-    assert offered <= {"agents", "errors", "models", "settings", "tools"}
+    assert offered <= {"agents", "errors", "models", "profiles", "settings", "tools"}
 
 
 @pytest.mark.parametrize("path", OURS, ids=label)

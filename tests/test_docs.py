@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -215,8 +216,8 @@ def test_the_commands_of_the_readme_exist() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     parser = cli.make_parser()
     for block in blocks_of(ROOT / "README.md"):
-        for line in re.findall(r"^celeriac (.*)$", block.code, re.MULTILINE):
-            parser.parse_args(line.partition("#")[0].split())
+        for line in re.findall(r"^(?:[A-Z_]+=\S+ )*celeriac (.*)$", block.code, re.MULTILINE):
+            parser.parse_args(shlex.split(line, comments=True))
     for command in ("submit", "runs", "show", "events", "cancel", "resume", "trace", "ping"):
         assert f"`{command}`" in text.replace("`celeriac ", "`")
         with pytest.raises(SystemExit) as end:

@@ -23,15 +23,15 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
-    from runner.agents import Agents
+    from runner.agents import Agent, Agents
     from runner.models import FinalResult
     from runner.settings import Settings
-    from tasks import Client
+    from tasks import Client, Run
     from worker.show import Style
 
 GOAL = "What is in this folder, and what does its README say?"
@@ -117,7 +117,11 @@ def explain(error: Exception) -> tuple[int, str] | None:
             # A worker that `run` started ended with a code of this table.
             return getattr(error, "exit_code", BAD_INPUT), str(error)
         case ValidationError():
-            return BAD_INPUT, f"{error}; was it written by a newer celeriac? Upgrade this one"
+            fields = ", ".join(".".join(map(str, each["loc"])) for each in error.errors())
+            return BAD_INPUT, (
+                f"a {error.title} can't be read (see {fields}); was it written by a newer "
+                "celeriac? Upgrade this one"
+            )
     return None
 
 
@@ -155,26 +159,31 @@ def run(options: argparse.Namespace) -> int:
 
 
 def worker(options: argparse.Namespace) -> int:
-    _settings()
+    settings = _settings()
+    agents = _agents(settings)
     from worker.app import run_worker
 
-    return run_worker(
-        options.queue,
-        concurrency=options.concurrency,
-        pool=options.pool,
-        loglevel=options.loglevel,
-    )
+    with _warning_at_start(_missing_key(agents or {}) if options.queue == "steps" else None):
+        return run_worker(
+            options.queue,
+            concurrency=options.concurrency,
+            pool=options.pool,
+            loglevel=options.loglevel,
+        )
 
 
 def ping(options: argparse.Namespace) -> int:
     with _client(_settings()) as client:
         seconds = client.ping(options.queue, timeout=options.timeout)
+    if options.json:
+        _say_json({"queue": options.queue, "seconds": seconds})
     if seconds is None:
         _print_error(
             f"no worker of the queue {options.queue} answered within {options.timeout:g} s"
         )
         return ENDED_OTHERWISE
-    _say(f"{options.queue}: a worker answered in {seconds * 1000:.0f} ms")
+    if not options.json:
+        _say(f"{options.queue}: a worker answered in {seconds * 1000:.0f} ms")
     return DONE
 
 
@@ -186,16 +195,18 @@ def submit(options: argparse.Namespace) -> int:
     with _client(settings, _agents(settings)) as client:
         run = client.submit(goal, agent=options.agent, idempotency_key=options.idempotency_key)
         if not options.wait:
-            _say(_json({"run_id": run.id}) if options.json else run.id)
-            return DONE
-        try:
-            if not options.json:
+            if options.json:
+                _say_json({"run_id": run.id})
+            else:
                 _say(run.id)
-            result = run.result()
-        except KeyboardInterrupt:
-            print(f"celeriac: the run goes on: celeriac events {run.id}", file=sys.stderr)
-            raise
-    _say(result.model_dump_json() if options.json else f"\n{describe_result(result, _style())}")
+            return DONE
+        if not options.json:
+            _say(run.id)
+        result = _wait(run)
+    if options.json:
+        _say_json(result.model_dump(mode="json"))
+    else:
+        _say(f"\n{describe_result(result, _style())}")
     return _code_of(result)
 
 
@@ -205,7 +216,7 @@ def runs(options: argparse.Namespace) -> int:
     with _client(_settings()) as client:
         found = client.list(options.status, limit=options.limit)
     if options.json:
-        _say(_json([each.model_dump(mode="json") for each in found]))
+        _say_json([each.model_dump(mode="json") for each in found])
     else:
         _say(describe_runs(found) if found else "no runs")
     return DONE
@@ -219,7 +230,7 @@ def show(options: argparse.Namespace) -> int:
         result = client.store.read_result(options.run)
     if options.json:
         ended = None if result is None else result.model_dump(mode="json")
-        _say(_json({"info": info.model_dump(mode="json"), "result": ended}))
+        _say_json({"info": info.model_dump(mode="json"), "result": ended})
     else:
         _say(describe_run(info, result, _style()))
     return DONE
@@ -236,14 +247,20 @@ def events(options: argparse.Namespace) -> int:
         run = client.get(options.run)
         view = EventView(run.info().created, _style())
         for event in run.events(after):
-            _say(event.model_dump_json() if options.json else view.line(event))
+            if options.json:
+                _say_json(event.model_dump(mode="json"))
+            else:
+                _say(view.line(event))
     return DONE
 
 
 def cancel(options: argparse.Namespace) -> int:
     with _client(_settings()) as client:
         client.get(options.run).cancel(options.reason)
-    _say(f"cancelled {options.run}")
+    if options.json:
+        _say_json({"run_id": options.run, "cancelled": True})
+    else:
+        _say(f"cancelled {options.run}")
     return DONE
 
 
@@ -252,9 +269,16 @@ def resume(options: argparse.Namespace) -> int:
     changed = {name: value for name, value in given.items() if value is not None}
     with _client(_settings()) as client:
         run = client.get(options.run)
-        limits = run.limits().model_copy(update=changed) if changed else None
-        run.resume(limits)
-    _say(f"resumed {options.run}")
+        status = run.status()
+        ended = status == "finished"
+        if ended:
+            run.resume(run.limits().model_copy(update=changed) if changed else None)
+    if options.json:
+        _say_json({"run_id": options.run, "resumed": ended})
+    elif ended:
+        _say(f"resumed {options.run}")
+    else:
+        _say(f"{options.run} hasn't ended, it is {status}; nothing was changed")
     return DONE
 
 
@@ -269,8 +293,7 @@ def trace(options: argparse.Namespace) -> int:
         steps = build_trace(entries, run.messages())
     if options.json:
         ended = None if result is None else result.model_dump(mode="json")
-        whole = {"info": info.model_dump(mode="json"), "steps": steps, "result": ended}
-        _say(_json(whole))
+        _say_json({"info": info.model_dump(mode="json"), "steps": steps, "result": ended})
     else:
         _say(describe_trace(info, steps, result, _style()))
     return DONE
@@ -282,7 +305,13 @@ def trace(options: argparse.Namespace) -> int:
 def _settings() -> Settings:
     from runner.settings import Settings
 
-    return Settings.from_env()
+    settings = Settings.from_env()
+    from worker.checks import check_redis_url
+
+    # Before anything is connected: a goal would already have gone over the wire.
+    check_redis_url("CELERIAC_REDIS_URL", settings.redis_url, settings)
+    check_redis_url("CELERIAC_BROKER_URL", settings.queue_url, settings)
+    return settings
 
 
 def _agents(settings: Settings) -> Agents | None:
@@ -300,6 +329,54 @@ def _client(settings: Settings, agents: Agents | None = None) -> Client:
     from tasks import Client
 
     return Client(settings=settings, agents=agents)
+
+
+def _wait(run: Run) -> FinalResult:
+    """The result, as soon as there is one. Whatever ends the wait before doesn't end the run."""
+    from runner.errors import RedisUnavailable
+
+    try:
+        return run.result()
+    except KeyboardInterrupt:
+        print(f"celeriac: the run goes on: celeriac events {run.id}", file=sys.stderr)
+        raise
+    except RedisUnavailable:
+        print(
+            f"celeriac: the run goes on when Redis is back: celeriac events {run.id}",
+            file=sys.stderr,
+        )
+        raise
+
+
+def _missing_key(agents: Mapping[str, Agent]) -> str | None:
+    """What to tell whoever starts a steps worker whose model calls can only fail."""
+    asking = sorted(
+        name
+        for name, agent in agents.items()
+        if agent.model is None or isinstance(agent.model, str)
+    )
+    if not asking or os.environ.get("OPENAI_API_KEY", "").strip():
+        return None
+    return (
+        f"OPENAI_API_KEY isn't set, so runs of {', '.join(asking)} will end ERROR: set it, to any "
+        "word for a server of your own that wants none (OPENAI_BASE_URL)"
+    )
+
+
+@contextlib.contextmanager
+def _warning_at_start(message: str | None) -> Iterator[None]:
+    """Print a warning once a worker of this process starts; none where it refuses to."""
+    from celery.signals import celeryd_init
+
+    def warn(**_: object) -> None:
+        if message is not None:
+            print(f"celeriac: warning: {message}", file=sys.stderr, flush=True)
+
+    celeryd_init.connect(warn, weak=False)
+    try:
+        yield
+    finally:
+        celeryd_init.disconnect(warn)
 
 
 def _read_goal(given: str) -> str:
@@ -328,10 +405,17 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _json(value: Any) -> str:
+def _say_json(value: Any) -> None:
+    """One line of JSON, the same way for every command."""
     from worker.show import dump
 
-    return dump(value)
+    text = dump(value)
+    try:
+        text.encode(sys.stdout.encoding)
+    except UnicodeEncodeError:
+        # Escaped as JSON does it, since what the stream would write isn't JSON.
+        text = dump(value, ascii=True)
+    _say(text)
 
 
 # --- the parser --------------------------------------------------------------------------------
@@ -345,6 +429,22 @@ class Parser(argparse.ArgumentParser):
         sys.exit(BAD_INPUT)
 
 
+class Version(argparse.Action):
+    """`--version`. What is installed is only looked up when somebody asks."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **_: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="print the version and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            _say(f"celeriac {version('celeriac')}")
+        except PackageNotFoundError:
+            _say("celeriac, not installed")
+        parser.exit()
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="celeriac",
@@ -353,6 +453,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action=Version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
 
     def add(command: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
@@ -374,6 +475,7 @@ def make_parser() -> argparse.ArgumentParser:
     one = add(ping, "send a canary task through a queue: is a worker alive and not deaf?")
     one.add_argument("--queue", required=True, choices=("steps", "tools"))
     one.add_argument("--timeout", type=_seconds, default=5.0, metavar="S")
+    _add_json(one)
 
     one = add(submit, "submit a goal and print the id of its run")
     one.add_argument("goal", metavar="GOAL", help="- is standard input")
@@ -396,10 +498,12 @@ def make_parser() -> argparse.ArgumentParser:
 
     one = _add_run(add(cancel, "end a run now"))
     one.add_argument("--reason", default="cancelled from the command line")
+    _add_json(one)
 
     one = _add_run(add(resume, "take a run up again that a limit or an error has ended"))
     one.add_argument("--max-steps", type=_positive, metavar="N", help="so many more steps")
     one.add_argument("--timeout", type=_seconds, metavar="S", help="so many more seconds")
+    _add_json(one)
 
     one = _add_run(add(trace, "show what each step sent, got back, decided and found"))
     _add_json(one)
@@ -415,15 +519,19 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, for a script")
 
 
+LARGEST = 10**9
+"""Of a number on the command line: whatever is more is a slip."""
+
+
 def _seconds(text: str) -> float:
-    number = float(text)
-    if not 0 < number < 10**9:
-        raise argparse.ArgumentTypeError("must be greater than 0")
-    return number
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < LARGEST:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} isn't a number of seconds greater than 0")
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
-    return number
+    with contextlib.suppress(ValueError):
+        if 0 < int(text) < LARGEST:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} isn't a whole number, 1 or more and below 10^9")

@@ -153,7 +153,8 @@ class Workers:
         return self
 
     def start(self, queue: str, concurrency: int) -> None:
-        command = [sys.executable, "-m", "celeriac", "worker", "--queue", queue]
+        # -P: a user's own files in the current folder don't stand in for the standard library's.
+        command = [sys.executable, "-P", "-m", "celeriac", "worker", "--queue", queue]
         with self._log(queue).open("wb") as log:
             self._processes[queue] = subprocess.Popen(  # noqa: S603 - our own command
                 [*command, "--concurrency", str(concurrency)],

@@ -366,8 +366,8 @@ def _describe_tool_result(result: Mapping[str, Any], style: Style) -> str:
 # --- text --------------------------------------------------------------------------------------
 
 
-def dump(value: Any, *, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def dump(value: Any, *, indent: int | None = None, ascii: bool = False) -> str:
+    return json.dumps(value, ensure_ascii=ascii, indent=indent)
 
 
 def shorten(text: str, most: int = SHORT) -> str:

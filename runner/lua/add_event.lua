@@ -6,9 +6,10 @@
 -- ARGV[3] call id, or empty
 -- ARGV[4] data as JSON
 -- ARGV[5] max_events kept in the stream
+-- ARGV[6] epoch of the attempt that tells it, or empty
 -- Returns OK | STALE
-local status = redis.call('HGET', KEYS[1], 'status')
-if not status or status == 'finished' then
+local status, epoch = unpack(redis.call('HMGET', KEYS[1], 'status', 'epoch'))
+if not status or status == 'finished' or ARGV[6] ~= '' and ARGV[6] ~= epoch then
   return {'STALE'}
 end
 add_event(KEYS[2], ARGV[5], ARGV[1], ARGV[2], ARGV[3], ARGV[4])

@@ -12,7 +12,7 @@
 -- ARGV[6] schema that the worker can read
 -- ARGV[7] process that the attempts of this worker start with
 -- ARGV[8] id of the run
--- Returns OK | STALE | CANCELLED | FAILED | EXPIRED | CAPPED | EXHAUSTED | BUSY | POISONED | NEWER, with now and the record
+-- Returns OK | STALE | CANCELLED | FAILED | ANSWERED | EXPIRED | CAPPED | EXHAUSTED | BUSY | POISONED | NEWER, with now and the record
 local step = ARGV[1]
 local refused = refuse(KEYS[1], step, 'model')
 if refused then
@@ -30,16 +30,20 @@ end
 if redis.call('HEXISTS', KEYS[1], 'fatal') == 1 then
   return answer('FAILED')
 end
-local deadline, max_steps, max_tokens, tokens, not_before, lease, deaths, hinted, hints = numbers(
-  KEYS[1], 'deadline', 'max_steps', 'max_tokens', 'total_tokens', 'not_before', 'lease', 'deaths',
-  'hinted', 'hints')
+if redis.call('HEXISTS', KEYS[1], 'final') == 1 then
+  return answer('ANSWERED')
+end
+local deadline, max_steps, max_tokens, tokens, max_cost, cost = numbers(
+  KEYS[1], 'deadline', 'max_steps', 'max_tokens', 'total_tokens', 'max_cost', 'cost')
+local not_before, lease, deaths, hinted, hints = numbers(
+  KEYS[1], 'not_before', 'lease', 'deaths', 'hinted', 'hints')
 if now >= deadline then
   return answer('EXPIRED')
 end
 if max_steps > 0 and tonumber(step) >= max_steps then
   return answer('CAPPED')
 end
-if max_tokens > 0 and tokens >= max_tokens then
+if max_tokens > 0 and tokens >= max_tokens or max_cost > 0 and cost >= max_cost then
   return answer('EXHAUSTED')
 end
 if now < not_before or now < lease then

@@ -19,11 +19,14 @@
 -- ARGV[10] completion_tokens
 -- ARGV[11] total_tokens
 -- ARGV[12] unknown_usage count
--- ARGV[13] trace entry as JSON
--- ARGV[14] event data as JSON
--- ARGV[15] fingerprint of the agent that took the step
--- ARGV[16] message_count
--- ARGV[17..] messages as JSON; then for each call seven: id, decision, name, starts, result, content, trace
+-- ARGV[13] cost in billionths
+-- ARGV[14] trace entry as JSON
+-- ARGV[15] event data as JSON
+-- ARGV[16] fingerprint of the agent that took the step
+-- ARGV[17] warning of budgets as JSON, or empty
+-- ARGV[18] message_count
+-- ARGV[19..] messages as JSON; then for each call nine: id, decision, event data, starts, result, content,
+--   trace, name, and `asked` where a user answers it or `run` where a tool does
 -- Returns OK | ALREADY | STALE | FENCED | CANCELLED, with the indexes whose hints are to be published
 local refused = refuse(KEYS[1])
 if refused then
@@ -43,18 +46,19 @@ if phase ~= 'model' then
   end
   return queued
 end
-local first_call = 17 + tonumber(ARGV[16])
-for i = 17, first_call - 1 do
+local first_call = 19 + tonumber(ARGV[18])
+for i = 19, first_call - 1 do
   redis.call('RPUSH', KEYS[2], ARGV[i])
 end
-redis.call('RPUSH', KEYS[6], ARGV[13])
-add_usage(KEYS[1], ARGV[8], ARGV[9], ARGV[10], ARGV[11], ARGV[12])
+redis.call('RPUSH', KEYS[6], ARGV[14])
+add_usage(KEYS[1], ARGV[8], ARGV[9], ARGV[10], ARGV[11], ARGV[12], ARGV[13])
+warn_of_budgets(KEYS[5], ARGV[5], step, ARGV[17])
 redis.call('HINCRBY', KEYS[1], 'invalid_calls', ARGV[7])
 redis.call('HSET', KEYS[1], 'lease', 0, 'not_before', 0, 'deaths', 0, 'releases', 0, 'model_attempts', 0,
-  'hinted', int(now), 'hints', 1, 'status', 'running', 'fingerprint', ARGV[15])
+  'hinted', int(now), 'hints', 1, 'status', 'running', 'fingerprint', ARGV[16])
 redis.call('ZADD', KEYS[7], int(now + tonumber(ARGV[4])), ARGV[1])
-add_event(KEYS[5], ARGV[5], 'model.answered', step, '', ARGV[14])
-local count = (#ARGV - first_call + 1) / 7
+add_event(KEYS[5], ARGV[5], 'model.answered', step, '', ARGV[15])
+local count = (#ARGV - first_call + 1) / 9
 if count == 0 then
   redis.call('HINCRBY', KEYS[1], 'step', 1)
   redis.call('HSET', KEYS[1], 'status', 'queued')
@@ -62,9 +66,9 @@ if count == 0 then
 end
 redis.call('DEL', KEYS[3], KEYS[4])
 local free = tonumber(ARGV[6])
-local hints = {'OK'}
+local hints, status = {'OK'}, 'running'
 for index = 0, count - 1 do
-  local at = first_call + index * 7
+  local at = first_call + index * 9
   local call = step .. '.' .. index
   local field = index .. '.'
   redis.call('HSET', KEYS[3], field .. 'id', ARGV[at], field .. 'decision', ARGV[at + 1],
@@ -75,8 +79,14 @@ for index = 0, count - 1 do
     redis.call('HSET', KEYS[3], field .. 'state', 'done', field .. 'content', ARGV[at + 5])
     redis.call('RPUSH', KEYS[6], ARGV[at + 6])
     add_event(KEYS[5], ARGV[5], 'call.finished', step, call, ARGV[at + 2])
+  elseif ARGV[at + 8] == 'asked' then
+    -- Answered by a user and not by a worker: nothing is published, and nothing holds it.
+    redis.call('HSET', KEYS[3], field .. 'state', 'asked')
+    add_event(KEYS[5], ARGV[5], 'run.waiting', step, call, ARGV[at + 2])
+    status = 'waiting'
   else
     redis.call('HINCRBY', KEYS[1], 'tool_calls', 1)
+    redis.call('HINCRBY', KEYS[1], 'used.' .. ARGV[at + 7], 1)
     local state = 'held'
     if free > 0 then
       state = 'queued'
@@ -87,5 +97,5 @@ for index = 0, count - 1 do
     add_event(KEYS[5], ARGV[5], 'call.queued', step, call, ARGV[at + 2])
   end
 end
-redis.call('HSET', KEYS[1], 'phase', 'tools', 'calls', count)
+redis.call('HSET', KEYS[1], 'phase', 'tools', 'calls', count, 'status', #hints > 1 and 'running' or status)
 return hints

@@ -24,12 +24,13 @@
 -- ARGV[13] completion_tokens
 -- ARGV[14] total_tokens
 -- ARGV[15] unknown_usage count
--- ARGV[16] steps begun by this end that were not committed otherwise
--- ARGV[17] trace entry as JSON, or empty
--- ARGV[18] event data as JSON
--- ARGV[19] channel for the nudge
--- ARGV[20] grace in ms, for the holder to deliver what the end was promised to
--- ARGV[21] held 1 by the holder of the step, 0 from outside
+-- ARGV[16] cost in billionths
+-- ARGV[17] steps begun by this end that were not committed otherwise
+-- ARGV[18] trace entry as JSON, or empty
+-- ARGV[19] event data as JSON
+-- ARGV[20] channel for the nudge
+-- ARGV[21] grace in ms, for the holder to deliver what the end was promised to
+-- ARGV[22] held 1 by the holder of the step, 0 from outside
 -- Returns OK | ALREADY | STALE | FENCED, with the stop reason that stands, and 1 where its end was promised to somebody
 local status, phase, step, epoch, stop = unpack(
   redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'epoch', 'stop_reason'))
@@ -39,7 +40,7 @@ end
 if status == 'finished' then
   return {'ALREADY', stop}
 end
-local held = ARGV[21] == '1'
+local held = ARGV[22] == '1'
 if ARGV[2] ~= '' and epoch ~= ARGV[2] or held and phase ~= 'model' then
   return {'FENCED'}
 end
@@ -55,33 +56,33 @@ if phase == 'tools' then
   redis.call('DEL', KEYS[3], KEYS[4])
   redis.call('HINCRBY', KEYS[1], 'step', 1)
 end
-redis.call('HINCRBY', KEYS[1], 'step', ARGV[16])
+redis.call('HINCRBY', KEYS[1], 'step', ARGV[17])
 if ARGV[7] ~= '' then
   redis.call('RPUSH', KEYS[2], ARGV[7])
 end
-if ARGV[17] ~= '' then
-  redis.call('RPUSH', KEYS[7], ARGV[17])
+if ARGV[18] ~= '' then
+  redis.call('RPUSH', KEYS[7], ARGV[18])
 end
 if tonumber(ARGV[11]) > 0 then
   add_event(KEYS[6], ARGV[10], 'model.answered', step, '', '{"calls":0}')
 end
-add_usage(KEYS[1], ARGV[11], ARGV[12], ARGV[13], ARGV[14], ARGV[15])
+add_usage(KEYS[1], ARGV[11], ARGV[12], ARGV[13], ARGV[14], ARGV[15], ARGV[16])
 redis.call('HSET', KEYS[1], 'status', 'finished', 'phase', 'ended', 'stop_reason', ARGV[3],
   'answer', ARGV[4], 'error', ARGV[5], 'limit', ARGV[6], 'ended', int(now), 'lease', 0)
 local promised = redis.call('HGET', KEYS[1], 'promised') == '1'
 if promised then
-  redis.call('ZADD', KEYS[8], int(held and now + tonumber(ARGV[20]) or now), ARGV[1])
+  redis.call('ZADD', KEYS[8], int(held and now + tonumber(ARGV[21]) or now), ARGV[1])
 else
   redis.call('ZREM', KEYS[8], ARGV[1])
 end
 redis.call('ZADD', KEYS[9], int(now + tonumber(ARGV[9])), ARGV[1])
-add_event(KEYS[6], ARGV[10], 'run.finished', '', '', ARGV[18])
+add_event(KEYS[6], ARGV[10], 'run.finished', '', '', ARGV[19])
 for i = 1, 7 do
   redis.call('PEXPIRE', KEYS[i], ARGV[9])
 end
 -- The key outlives the run: a request that is repeated late still finds what became of it.
 keep_key(KEYS[1], ARGV[1], 2 * ARGV[9])
 if not held then
-  redis.call('PUBLISH', ARGV[19], ARGV[1])
+  redis.call('PUBLISH', ARGV[20], ARGV[1])
 end
 return {'OK', ARGV[3], promised and '1' or nil}

@@ -13,9 +13,12 @@
 -- ARGV[8] completion_tokens
 -- ARGV[9] total_tokens
 -- ARGV[10] unknown_usage count
--- ARGV[11] trace entry as JSON
--- ARGV[12] event data as JSON
--- ARGV[13] attempts that this one counts for: 1, or 0 where no model was asked
+-- ARGV[11] cost in billionths
+-- ARGV[12] trace entry as JSON
+-- ARGV[13] event data as JSON
+-- ARGV[14] attempts that this one counts for: 1, or 0 where no model was asked
+-- ARGV[15] switch 1 where the agent's next model is to be asked instead, with attempts of its own
+-- ARGV[16] warning of budgets as JSON, or empty
 -- Returns OK | ALREADY | STALE | FENCED | CANCELLED
 local refused = refuse(KEYS[1])
 if refused then
@@ -32,9 +35,14 @@ end
 local not_before = now + tonumber(ARGV[4])
 redis.call('HSET', KEYS[1], 'status', 'waiting', 'lease', 0,
   'not_before', int(not_before))
-redis.call('HINCRBY', KEYS[1], 'model_attempts', ARGV[13])
-add_usage(KEYS[1], ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10])
-redis.call('RPUSH', KEYS[3], ARGV[11])
+redis.call('HINCRBY', KEYS[1], 'model_attempts', ARGV[14])
+if ARGV[15] == '1' then
+  redis.call('HINCRBY', KEYS[1], 'model', 1)
+  redis.call('HSET', KEYS[1], 'model_attempts', 0)
+end
+add_usage(KEYS[1], ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10], ARGV[11])
+warn_of_budgets(KEYS[2], ARGV[5], step, ARGV[16])
+redis.call('RPUSH', KEYS[3], ARGV[12])
 redis.call('ZADD', KEYS[4], int(math.min(not_before, numbers(KEYS[1], 'deadline'))), ARGV[1])
-add_event(KEYS[2], ARGV[5], 'run.waiting', step, '', ARGV[12])
+add_event(KEYS[2], ARGV[5], 'run.waiting', step, '', ARGV[13])
 return {'OK'}

@@ -11,12 +11,13 @@ local function add_event(events, cap, kind, step, call, data)
     'at', int(now), 'type', kind, 'step', step, 'call', call, 'data', data)
 end
 
-local function add_usage(run, requests, prompt, completion, total, unknown)
+local function add_usage(run, requests, prompt, completion, total, unknown, cost)
   redis.call('HINCRBY', run, 'requests', requests)
   redis.call('HINCRBY', run, 'prompt_tokens', prompt)
   redis.call('HINCRBY', run, 'completion_tokens', completion)
   redis.call('HINCRBY', run, 'total_tokens', total)
   redis.call('HINCRBY', run, 'unknown_usage', unknown)
+  redis.call('HINCRBY', run, 'cost', cost)
 end
 
 -- Numbers of a record, 0 where the field is missing.
@@ -44,6 +45,13 @@ local function refuse(run, step, phase)
   end
 end
 
+-- Tells followers of budgets that are nearly used up, where there is something to tell.
+local function warn_of_budgets(events, cap, step, data)
+  if data ~= '' then
+    add_event(events, cap, 'budget.warning', step, '', data)
+  end
+end
+
 -- Keeps a run's idempotency key for at least `ttl` ms.
 local function keep_key(run, id, ttl)
   local key = redis.call('HGET', run, 'idempotency')
@@ -58,13 +66,19 @@ local function tool_message(id, content)
 end
 
 -- Closes a block: every call's tool message, in call order, and the evidence found. A call without a
--- result gets `closer` as its content, so that no history ever holds an orphan.
+-- result gets `closer` as its content, so that no history ever holds an orphan. What a tool message
+-- can't carry (images) follows the block as one user message.
 local function append_results(messages, calls, evidence, count, closer)
+  local parts = {}
   for i = 0, count - 1 do
-    local call = redis.call('HMGET', calls, i .. '.id', i .. '.content', i .. '.evidence')
+    local call = redis.call('HMGET', calls, i .. '.id', i .. '.content', i .. '.evidence', i .. '.parts')
     redis.call('RPUSH', messages, tool_message(call[1], call[2] or closer))
     if call[3] then
       redis.call('RPUSH', evidence, call[3])
     end
+    parts[#parts + 1] = call[4] or nil
+  end
+  if #parts > 0 then
+    redis.call('RPUSH', messages, '{"role":"user","content":[' .. table.concat(parts, ',') .. ']}')
   end
 end

@@ -20,6 +20,9 @@
 -- ARGV[10] trace entry as JSON
 -- ARGV[11] event data as JSON
 -- ARGV[12] operation id, so that the same request sent twice gets the same answer
+-- ARGV[13] failed name of the tool where it did, or empty
+-- ARGV[14] final answer of the run as JSON, where the tool gives it, or empty
+-- ARGV[15] parts of a message as JSON, that follow the block (images), or empty
 -- Returns WAIT | LAST | DUPLICATE | STALE, with the index of a held call whose turn has come
 local status, phase, step, count = unpack(
   redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'calls'))
@@ -50,19 +53,35 @@ redis.call('HSET', KEYS[3], field .. 'state', 'done', field .. 'content', ARGV[7
 if ARGV[8] ~= '' then
   redis.call('HSET', KEYS[3], field .. 'evidence', ARGV[8])
 end
+if ARGV[13] ~= '' then
+  redis.call('HINCRBY', KEYS[1], 'failed.' .. ARGV[13], 1)
+end
+if ARGV[14] ~= '' then
+  redis.call('HSETNX', KEYS[1], 'final', ARGV[14])
+end
+if ARGV[15] ~= '' then
+  redis.call('HSET', KEYS[3], field .. 'parts', ARGV[15])
+end
 if ARGV[9] ~= '' then
   redis.call('HSETNX', KEYS[1], 'fatal', ARGV[9])
 end
 redis.call('RPUSH', KEYS[7], ARGV[10])
 add_event(KEYS[6], ARGV[5], 'call.finished', step, step .. '.' .. index, ARGV[11])
 if redis.call('HLEN', KEYS[4]) < tonumber(count) then
+  local asked, moving = false, false
   for next = 0, count - 1 do
-    if redis.call('HGET', KEYS[3], next .. '.state') == 'held' then
+    local state = redis.call('HGET', KEYS[3], next .. '.state')
+    asked = asked or state == 'asked'
+    moving = moving or state == 'queued' or state == 'running'
+    if state == 'held' then
       redis.call('HSET', KEYS[3], next .. '.state', 'queued', next .. '.hinted', int(now))
       redis.call('ZADD', KEYS[8], 'LT', int(now + tonumber(ARGV[4])), ARGV[1])
       redis.call('HSET', KEYS[3], field .. 'turn', next)
       return {'WAIT', next}
     end
+  end
+  if asked and not moving then
+    redis.call('HSET', KEYS[1], 'status', 'waiting')
   end
   return {'WAIT'}
 end

@@ -65,7 +65,7 @@ if phase == 'model' then
   lost, again = look(KEYS[1], '', KEYS[4], KEYS[6], ARGV[4])
   answer = {lost and 'STEP' or 'WAIT', step}
 else
-  answer, again = {'WAIT', step}, now + max_wait
+  answer, again = {'WAIT', step}, deadline
   for i = 0, count - 1 do
     local state = redis.call('HGET', KEYS[2], i .. '.state')
     if state == 'queued' or state == 'running' then

@@ -32,9 +32,9 @@ end
 -- A new epoch: whoever held the run before it ended has no say in what follows.
 redis.call('HINCRBY', KEYS[1], 'epoch', 1)
 redis.call('HINCRBY', KEYS[1], 'resumed', 1)
-redis.call('HDEL', KEYS[1], 'stop_reason', 'answer', 'error', 'limit', 'fatal', 'ended', 'attempt')
+redis.call('HDEL', KEYS[1], 'stop_reason', 'answer', 'error', 'limit', 'fatal', 'final', 'ended', 'attempt')
 redis.call('HSET', KEYS[1], 'status', 'queued', 'phase', 'model', 'deaths', 0, 'releases', 0,
-  'model_attempts', 0, 'invalid_calls', 0, 'not_before', 0, 'lease', 0, 'deliveries', 0,
+  'model_attempts', 0, 'model', 0, 'invalid_calls', 0, 'not_before', 0, 'lease', 0, 'deliveries', 0,
   'deadline', int(now + tonumber(ARGV[3])), 'hinted', int(now), 'hints', 1, unpack(ARGV, 7))
 keep_key(KEYS[1], ARGV[1], tonumber(ARGV[3]) + 2 * ARGV[6])
 redis.call('ZADD', KEYS[6], int(now + tonumber(ARGV[4])), ARGV[1])

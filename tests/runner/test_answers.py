@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from runner import Agent
-from runner.answers import check_answer
+from runner.answers import read_answer
 
 
 class Answer(BaseModel):
@@ -22,7 +22,7 @@ TYPED = Agent(name="a", output_type=Answer)
 
 @pytest.mark.parametrize("text", ["", "Rome", '{"city": 1}', "```json\n1\n```"])
 def test_without_a_type_any_text_is_final(text: str) -> None:
-    assert check_answer(PLAIN, text) == (text, None)
+    assert read_answer(PLAIN, text) == (text, None)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_without_a_type_any_text_is_final(text: str) -> None:
     ],
 )
 def test_an_answer_of_the_type_is_final_fenced_or_not(text: str) -> None:
-    answer, problem = check_answer(TYPED, text)
+    answer, problem = read_answer(TYPED, text)
     assert problem is None
     assert isinstance(answer, dict)
     assert sorted(answer.values(), key=str) == [3, "Rome"]
@@ -53,7 +53,7 @@ def test_an_answer_of_the_type_is_final_fenced_or_not(text: str) -> None:
     ],
 )
 def test_what_is_wrong_is_told_without_repeating_the_answer(text: str, word: str) -> None:
-    answer, problem = check_answer(TYPED, text)
+    answer, problem = read_answer(TYPED, text)
     assert answer is None
     assert problem is not None
     assert word in problem
@@ -71,11 +71,11 @@ def test_what_is_wrong_is_told_without_repeating_the_answer(text: str, word: str
     ],
 )
 def test_plain_types_are_answers_too(output: type, text: str, answer: Any) -> None:
-    assert check_answer(Agent(name="a", output_type=output), text) == (answer, None)
+    assert read_answer(Agent(name="a", output_type=output), text) == (answer, None)
 
 
 def test_only_the_first_faults_are_told() -> None:
     agent = Agent(name="a", output_type=list[int])
-    _, problem = check_answer(agent, str(["x"] * 500).replace("'", '"'))
+    _, problem = read_answer(agent, str(["x"] * 500).replace("'", '"'))
     assert problem is not None
     assert len(problem) < 1500

@@ -367,7 +367,8 @@ def test_a_tool_knows_its_call_and_tells_its_progress(start: Start) -> None:
         {"key": f"{RUN}.0.0", "call": "0.0", "metadata": {"ticket": 9007199254740993}}
     ]
     [progress] = [e for e in loop.store.read_events(RUN, "0") if e.type == "call.progress"]
-    assert (progress.call, progress.data) == ("0.0", {"done": 1, "total": None, "note": "half\ufffd"})
+    assert progress.call == "0.0"
+    assert progress.data == {"done": 1, "total": None, "note": "half\ufffd"}
 
 
 # --- hints that come twice, late or for nobody -------------------------------------------------

@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 
 import runner
+from runner import model as model_module
+from runner import stream as stream_module
 from runner.errors import ModelError
 from runner.model import (
     OpenAIModel,
@@ -28,9 +30,28 @@ from runner.model import (
     retry_delay,
     write_request,
 )
-from runner.models import Final, ModelReply, ModelRequest, Retry, RunErrorType, ToolCalls
+from runner.models import (
+    Final,
+    ModelReply,
+    ModelRequest,
+    Retry,
+    RunErrorType,
+    StreamingModel,
+    ToolCalls,
+    Usage,
+)
+from runner.profiles import DEEPSEEK
 from runner.tools import running_call
-from support.model_server import ModelServer, calls, check_request, error, final
+from support.model_server import (
+    ModelServer,
+    as_stream,
+    calls,
+    check_request,
+    chunk,
+    error,
+    final,
+    stream_of,
+)
 
 KEY = "sk-very-secret-key"
 GOAL = {"role": "user", "content": "the secret goal"}
@@ -197,7 +218,7 @@ def test_keys_that_only_a_response_has_and_blank_turns_are_left_out() -> None:
 def test_reasoning_goes_back_only_to_a_server_that_demands_it() -> None:
     request = build_request(GOAL, turn("c1", reasoning_content="a plan"), result("c1"))
     assert "reasoning_content" not in write_request(request)["messages"][1]
-    told = write_request(request, send_reasoning=True)["messages"][1]
+    told = write_request(request, profile=DEEPSEEK)["messages"][1]
     assert told["reasoning_content"] == "a plan"
 
 
@@ -476,6 +497,302 @@ def test_cancelling_an_attempt_closes_its_request() -> None:
         asyncio.run(cancel_midway())
 
 
+# --- streams -----------------------------------------------------------------------------------
+
+
+def follow(
+    server: ModelServer, request: ModelRequest | None = None, **options: Any
+) -> tuple[ModelReply, list[str]]:
+    """One streamed attempt, and the pieces of text that were told."""
+    told: list[str] = []
+    on_text = options.pop("on_text", told.append)
+
+    async def attempt() -> ModelReply:
+        model = OpenAIModel(server.url, KEY, **options)
+        following: StreamingModel = model
+        try:
+            return await following.stream(request or build_request(), on_text)
+        finally:
+            await model.aclose()
+
+    return asyncio.run(attempt()), told
+
+
+def stream_failure(
+    server: ModelServer, request: ModelRequest | None = None
+) -> tuple[ModelError, list[str]]:
+    """The error of one streamed attempt, and what was told before it."""
+    told: list[str] = []
+    with pytest.raises(ModelError) as caught:
+        follow(server, request, on_text=told.append)
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None
+    return caught.value, told
+
+
+def test_text_is_told_while_it_comes_and_the_reply_is_the_whole() -> None:
+    more = threading.Event()
+    told: list[str] = []
+
+    def on_text(text: str) -> None:
+        told.append(text)
+        more.set()  # the server goes on only after it was heard
+
+    answer = as_stream(final("Rome")["json"])
+    with ModelServer([stream_of(*answer[:2], more, *answer[2:])]) as server:
+        reply, _ = follow(server, on_text=on_text)
+        assert server.violations == []
+        assert server.requests[0].body["stream"] is True
+        assert server.requests[0].body["stream_options"] == {"include_usage": True}
+    assert isinstance(reply, Final)
+    assert (reply.text, told) == ("Rome", ["Ro", "me"])
+    assert reply.usage.known
+
+
+def test_calls_come_from_the_whole_message_and_only_text_is_told() -> None:
+    with ModelServer([calls(("ping", {"a": 1}), text="Checking.")]) as server:
+        reply, told = follow(server, build_request(tools=(PING,)))
+    assert isinstance(reply, ToolCalls)
+    assert reply.calls[0].arguments == '{"a": 1}'
+    assert "".join(told) == "Checking."
+
+
+def test_a_server_that_ignores_the_wish_to_stream_is_read_as_it_answers() -> None:
+    with ModelServer([{**final("Rome"), "plain": True}]) as server:
+        reply, told = follow(server)
+    assert isinstance(reply, Final)
+    assert (reply.text, told) == ("Rome", ["Rome"])
+
+
+def test_the_same_index_twice_is_two_calls() -> None:
+    entries = [
+        {"index": 0, "id": call_id, "function": {"name": "ping", "arguments": "{}"}}
+        for call_id in ("a", "b")
+    ]
+    deltas = [{"choices": [{"index": 0, "delta": {"tool_calls": [entry]}}]} for entry in entries]
+    end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]}
+    with ModelServer([stream_of(*deltas, end)]) as server:
+        reply, _ = follow(server, build_request(tools=(PING,)))
+    assert isinstance(reply, ToolCalls)
+    assert [call.provider_id for call in reply.calls] == ["a", "b"]
+
+
+@pytest.mark.parametrize("end", ["close", "cut", "reset"])
+def test_a_stream_that_ends_early_or_breaks_is_worth_another_attempt(end: str) -> None:
+    with ModelServer([stream_of(chunk({"content": "Ro"}), 0.05, end=end)]) as server:
+        found, told = stream_failure(server)
+        assert len(server.requests) == 1
+    assert (found.type, found.retryable) == (RunErrorType.MODEL_HTTP_ERROR, True)
+    assert not found.bad_response
+    assert found.usage == Usage(requests=1, known=False)
+    assert '"Ro"' in found.raw
+    assert told == ["Ro"]
+
+
+@pytest.mark.parametrize("broken", [{"reset": True}, {"cut_body": True, "text": ""}])
+def test_a_connection_that_breaks_before_the_stream_is_too(broken: dict[str, Any]) -> None:
+    with ModelServer([{"status": 200, **broken}]) as server:
+        found, told = stream_failure(server)
+    assert (found.type, found.retryable, told) == (RunErrorType.MODEL_HTTP_ERROR, True, [])
+    assert found.usage is None
+
+
+@pytest.mark.parametrize("status", [400, 503])
+def test_an_error_whose_body_breaks_off_is_worth_another_attempt(status: int) -> None:
+    with ModelServer([{**error(status), "cut_body": True}] * 2) as server:
+        for found in (stream_failure(server)[0], failure(server)):
+            assert (found.type, found.retryable) == (RunErrorType.MODEL_HTTP_ERROR, True)
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        (),
+        (chunk({"content": "Ro"}),),
+        (chunk({"content": "Ro"}), *([": still here\n\n", 0.02] * 200)),
+        (*([chunk({"content": "Ro"}), 0.02] * 200),),
+    ],
+)
+def test_a_stream_that_hangs_or_never_ends_ends_at_the_deadline(items: tuple[Any, ...]) -> None:
+    with ModelServer([stream_of(*items, end="hang")]) as server:
+        started = time.monotonic()
+        found, told = stream_failure(server, build_request(timeout=0.3))
+        assert 0.25 < time.monotonic() - started < 1.5
+        server.wait_for(lambda seen: seen.disconnects == 1)
+    assert (found.type, found.retryable) == (RunErrorType.MODEL_TIMEOUT, True)
+    assert set(told) <= {"Ro"}
+
+
+@pytest.mark.parametrize("end", ["close", "cut", "reset", "hang"])
+def test_a_whole_answer_is_kept_whatever_becomes_of_the_connection(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_module, "LINGER", 0.2)
+    answer = as_stream(final("Rome")["json"])
+    with ModelServer([stream_of(*answer, 0.05, end=end)]) as server:
+        started = time.monotonic()
+        reply, told = follow(server, build_request(timeout=30.0))
+        assert time.monotonic() - started < 5
+    assert isinstance(reply, Final)
+    assert (reply.text, "".join(told)) == ("Rome", "Rome")
+    assert reply.usage.known
+
+
+@pytest.mark.parametrize(
+    ("reported", "expected", "retryable"),
+    [
+        ({"error": {"message": "busy"}}, RunErrorType.MODEL_HTTP_ERROR, True),
+        ({"error": {"code": 502}}, RunErrorType.MODEL_HTTP_ERROR, True),
+        ({"error": {"code": 429}}, RunErrorType.RATE_LIMITED, True),
+        ({"error": {"code": "rate_limit_exceeded"}}, RunErrorType.RATE_LIMITED, True),
+        ({"error": {"code": "insufficient_quota"}}, RunErrorType.QUOTA_EXHAUSTED, False),
+        ({"error": {"type": "insufficient_quota"}}, RunErrorType.QUOTA_EXHAUSTED, False),
+        ({"error": {"code": "context_length_exceeded"}}, RunErrorType.CONTEXT_OVERFLOW, False),
+        ({"error": {"message": "prompt is too long"}}, RunErrorType.CONTEXT_OVERFLOW, False),
+        ({"error": {"code": "content_filter"}}, RunErrorType.CONTENT_FILTERED, False),
+        ({"error": {"code": "invalid_api_key"}}, RunErrorType.AUTH_ERROR, False),
+    ],
+)
+@pytest.mark.parametrize("first", [(), (chunk({"content": "Ro"}), 0.02)])
+def test_an_error_in_a_stream_is_judged_as_one_with_a_status(
+    first: tuple[Any, ...], reported: Any, expected: RunErrorType, retryable: bool
+) -> None:
+    with ModelServer([stream_of(*first, reported, chunk({"content": "me"}))]) as server:
+        found, told = stream_failure(server)
+    assert (found.type, found.retryable) == (expected, retryable)
+    assert found.bad_response is False
+    assert told == (["Ro"] if first else [])
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected", "retryable"),
+    [
+        (429, "insufficient_quota", RunErrorType.QUOTA_EXHAUSTED, False),
+        (429, "rate_limit_exceeded", RunErrorType.RATE_LIMITED, True),
+        (401, "invalid_api_key", RunErrorType.AUTH_ERROR, False),
+        (503, None, RunErrorType.MODEL_HTTP_ERROR, True),
+    ],
+)
+def test_a_status_says_the_same_when_a_stream_was_asked_for(
+    status: int, code: str | None, expected: RunErrorType, retryable: bool
+) -> None:
+    with ModelServer([error(status, code, message=f"secret {KEY}", retry_after="7")]) as server:
+        found, told = stream_failure(server)
+        assert len(server.requests) == 1
+    assert (found.type, found.retryable, found.status) == (expected, retryable, status)
+    assert found.retry_after == (7.0 if retryable else None)
+    assert KEY not in found.raw
+    assert told == []
+
+
+def test_who_follows_can_fail_without_harm_to_the_attempt(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    heard: list[str] = []
+
+    def on_text(text: str) -> None:
+        heard.append(text)
+        raise RuntimeError(text)
+
+    with ModelServer([final("Rome")]) as server:
+        reply, _ = follow(server, on_text=on_text)
+    assert isinstance(reply, Final)
+    assert (reply.text, heard) == ("Rome", ["Ro"])
+    assert "RuntimeError" in caplog.text
+    assert "Rome" not in caplog.text
+
+
+def test_cancelling_in_the_midst_of_a_stream_closes_it_at_once() -> None:
+    async def cancel_midway() -> None:
+        model = OpenAIModel(server.url, KEY)
+        heard = asyncio.Event()
+        attempt = asyncio.create_task(model.stream(build_request(), lambda _: heard.set()))
+        await heard.wait()
+        attempt.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await attempt
+        await asyncio.to_thread(server.wait_for, lambda seen: seen.disconnects == 1)
+        await model.aclose()
+
+    with ModelServer([stream_of(chunk({"content": "Ro"}), end="hang")]) as server:
+        asyncio.run(cancel_midway())
+
+
+def test_a_tool_may_not_stream_from_the_agents_model_either() -> None:
+    token = running_call.set("3.0")
+    try:
+        with ModelServer() as server:
+            found, _ = stream_failure(server)
+            assert server.requests == []
+    finally:
+        running_call.reset(token)
+    assert found.type is RunErrorType.CONFIG_ERROR
+
+
+def test_a_connection_is_kept_after_a_stream_that_ended_in_good_order() -> None:
+    async def stream_twice() -> None:
+        model = OpenAIModel(server.url, KEY)
+        for _ in range(2):
+            await model.stream(build_request(), lambda _: None)
+        await model.aclose()
+
+    with ModelServer() as server:
+        asyncio.run(stream_twice())
+        first, second = (one.port for one in server.requests)
+    assert first == second
+
+
+def test_a_body_without_end_is_given_up_and_asked_for_again_only_so_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream_module, "MAX_BODY_BYTES", 50_000)
+    monkeypatch.setattr(model_module, "MAX_BODY_BYTES", 50_000)
+    endless = {**stream_of(*[" " * 9_999, "x" * 9_999] * 50, end="hang"), "plain": True}
+    with ModelServer([endless, endless]) as server:
+        for found in (failure(server), stream_failure(server)[0]):
+            assert (found.type, found.bad_response) == (RunErrorType.MODEL_BAD_RESPONSE, True)
+            assert len(found.raw) < 50_000
+
+
+# --- profiles and parameters of the user's -----------------------------------------------------
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_reasoning_and_parameters_arrive_as_the_profile_says(streamed: bool) -> None:
+    async def respond() -> ModelReply:
+        model = OpenAIModel(
+            server.url,
+            KEY,
+            name="fake-1",
+            profile="deepseek",
+            extra={"max_completion_tokens": 9, "thinking": {"type": "enabled"}, "top_k": 3},
+        )
+        assert (model.name, model.profile.name) == ("fake-1", "deepseek")
+        request = build_request(GOAL, turn("c1", reasoning_content="plan"), result("c1"))
+        try:
+            if streamed:
+                return await model.stream(request, lambda _: None)
+            return await model.respond(request)
+        finally:
+            await model.aclose()
+
+    allow = {"reasoning_content", "max_tokens", "thinking", "top_k"}
+    with ModelServer(allow=allow) as server:
+        assert isinstance(asyncio.run(respond()), Final)
+        assert server.violations == []
+        body = server.requests[0].body
+    assert body["messages"][1]["reasoning_content"] == "plan"
+    assert (body["max_tokens"], body["top_k"]) == (9, 3)
+    assert body["thinking"] == {"type": "enabled"}
+
+
+def test_an_address_without_the_path_of_its_server_names_it() -> None:
+    model = OpenAIModel("https://us.openai.azure.com", KEY)
+    with pytest.raises(ModelError, match="/openai/v1") as caught:
+        asyncio.run(model.respond(build_request()))
+    assert caught.value.type is RunErrorType.CONFIG_ERROR
+
+
 # --- one client per process and event loop -----------------------------------------------------
 
 
@@ -601,6 +918,10 @@ def test_a_forked_process_never_uses_its_parents_client() -> None:
         ({}, "messages are missing"),
         ({"messages": [GOAL], "stop": None}, "unknown key stop"),
         ({"messages": [GOAL], "tool_choice": "auto"}, "tool_choice without tools"),
+        ({"messages": [GOAL], "stream": 1}, "stream is not a boolean"),
+        ({"messages": [GOAL], "stream_options": {}}, "without stream"),
+        ({"messages": [GOAL], "stream": True, "stream_options": {}}, "else than include_usage"),
+        ({"messages": [GOAL, turn("c1", reasoning_content="x")]}, "unknown key reasoning_content"),
         ({"messages": [{**GOAL, "name": "x"}]}, "unknown key name"),
         ({"messages": [GOAL, turn()]}, "filled list"),
         ({"messages": [GOAL, {"role": "assistant", "content": None}]}, "neither content nor calls"),

@@ -139,6 +139,20 @@ def test_text_and_reasoning_beside_calls_are_kept() -> None:
 @pytest.mark.parametrize(
     "message",
     [
+        {"content": "Rome", "reasoning_content": "easy"},
+        {"content": "Rome", "reasoning": "easy"},
+        {"content": "<think>easy</think>Rome"},
+    ],
+)
+def test_the_reasoning_before_an_answer_is_kept_beside_it(message: dict[str, Any]) -> None:
+    reply = read_message(message)
+    assert isinstance(reply, Final)
+    assert (reply.text, reply.reasoning) == ("Rome", "easy")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
         {"content": None},
         {"content": ""},
         {"content": " \n"},

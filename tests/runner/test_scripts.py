@@ -227,7 +227,7 @@ def test_the_store_method_of_the_same_name_sends_what_the_header_declares(
     assert args >= declared if script.open_ended else args == declared
 
 
-def test_a_commit_sends_seven_arguments_for_each_call() -> None:
+def test_a_commit_sends_nine_arguments_for_each_call() -> None:
     fixed = len(numbers_in(ARG, load_script("commit_step").body)) - 1
     [(_, _, args)] = walk()["commit_step"]
-    assert args == fixed + 2 + 2 * 7
+    assert args == fixed + 2 + 2 * 9

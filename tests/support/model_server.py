@@ -7,26 +7,34 @@ is what the SDK, the wire and a broken connection really do.
 from __future__ import annotations
 
 import json
+import math
 import re
 import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Self
 
 Reply = dict[str, Any]
-"""`status`, `headers`, and `json` or `text`; then one of our own options, if any:
+"""`status`, `headers`, and `json`, `text` or `stream`; then one of our own options, if any:
 
 `delay`     seconds before the answer
 `hold`      a `threading.Event` to wait for before the answer
 `drip`      seconds between pieces of 20 bytes of the body
 `cut_body`  true: promise more than is sent, then close
 `reset`     true: a TCP reset instead of an answer
+`plain`     true: never stream, even if asked to
+
+`stream` is a list of what is sent in turn: an object as one event, text or bytes as they
+are, a number as seconds to wait, a `threading.Event` to wait for. `end` says how it ends: `done`
+(the default) with `[DONE]`, `close` without it, `cut` without the end of the body, `reset`, `hang`.
+
+A completion in `json` is streamed where the request asks for it, as a real server would.
 """
 
 USAGE = {"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 18}
@@ -84,6 +92,64 @@ def error(status: int, code: str | None = None, *, message: str = "no", **header
     return {"status": status, "headers": named, "json": body}
 
 
+def chunk(
+    delta: dict[str, Any] | None = None, *, finish_reason: str | None = None, **body: Any
+) -> dict[str, Any]:
+    """One event of a stream; further keys go beside `choices`."""
+    choice = {"index": 0, "delta": delta or {}, "finish_reason": finish_reason}
+    return {"id": "chatcmpl-1", "object": "chat.completion.chunk", "choices": [choice], **body}
+
+
+def stream_of(*items: Any, end: str = "done") -> Reply:
+    """A streamed answer, item by item; see `Reply`."""
+    return {"status": 200, "stream": list(items), "end": end}
+
+
+def as_stream(completion: dict[str, Any]) -> list[Any]:
+    """The events in which a server would stream this completion: text and arguments in halves."""
+    events: list[Any] = [chunk({"role": "assistant", "content": ""})]
+    [choice] = completion["choices"]
+    message = choice["message"]
+    for key in ("reasoning_content", "refusal", "content"):
+        text = message.get(key) or ""
+        events += [chunk({key: half}) for half in _halves(text)]
+    for index, call in enumerate(message.get("tool_calls") or ()):
+        first, *more = _halves(call["function"]["arguments"]) or [""]
+        function = {"name": call["function"]["name"], "arguments": first}
+        rest = {key: value for key, value in call.items() if key != "function"}
+        events.append(chunk({"tool_calls": [{"index": index, **rest, "function": function}]}))
+        for half in more:
+            entry = {"index": index, "function": {"arguments": half}}
+            events.append(chunk({"tool_calls": [entry]}))
+    events.append(chunk(finish_reason=choice["finish_reason"]))
+    if completion.get("usage"):
+        events.append({**chunk(), "choices": [], "usage": completion["usage"]})
+    return events
+
+
+def _halves(text: str) -> list[str]:
+    middle = (len(text) + 1) // 2
+    return [half for half in (text[:middle], text[middle:]) if half]
+
+
+def _is_streamable(body: Any) -> bool:
+    """Whether it is a well-formed completion: what is not, no server would know how to stream."""
+    try:
+        [choice] = body["choices"]
+        message = choice["message"]
+        texts = [message.get(key) or "" for key in ("reasoning_content", "refusal", "content")]
+        calls = message.get("tool_calls") or []
+        texts += [call["function"]["arguments"] for call in calls]
+        return (
+            all(isinstance(text, str) for text in texts)
+            and all(set(call) <= {"id", "type", "function", "extra_content"} for call in calls)
+            and set(message) <= {"role", "content", "tool_calls", "reasoning_content", "refusal"}
+            and isinstance(choice["finish_reason"], str)
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class ModelCall:
     """One request as it arrived. `at` is `time.monotonic()`; the headers are in lower case.
@@ -101,11 +167,17 @@ class ModelServer:
     """Use as a context manager. After its last reply it answers a plain "done".
 
     A request that `check_request` finds fault with is answered 400, uses up no reply, and is
-    remembered in `violations`.
+    remembered in `violations`. `allow` names the keys that this server takes beyond OpenAI's own.
     """
 
-    def __init__(self, replies: Sequence[Reply] | Callable[[dict[str, Any]], Reply] = ()) -> None:
+    def __init__(
+        self,
+        replies: Sequence[Reply] | Callable[[dict[str, Any]], Reply] = (),
+        *,
+        allow: Collection[str] = (),
+    ) -> None:
         self._replies = replies
+        self._allow = frozenset(allow)
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._connections: set[socket.socket] = set()
@@ -170,7 +242,7 @@ class ModelServer:
     def _choose_reply(self, raw: bytes, headers: dict[str, str], port: int) -> Reply:
         try:
             body = json.loads(raw)
-            faults = check_request(body)
+            faults = check_request(body, allow=self._allow)
         except ValueError:
             body, faults = {}, ["the body is not JSON"]
         if headers.get("x-stainless-retry-count", "0") != "0":
@@ -247,6 +319,9 @@ class _Handler(BaseHTTPRequestHandler):
             if name.lower() != "authorization"
         }
         reply = owner._choose_reply(raw, headers, self.client_address[1])
+        asked = b'"stream"' in raw and json.loads(raw).get("stream") is True
+        if asked and not reply.get("plain") and _is_streamable(reply.get("json")):
+            reply = {**reply, "stream": as_stream(reply["json"])}
         try:
             self._answer(reply)
         except OSError:
@@ -258,6 +333,9 @@ class _Handler(BaseHTTPRequestHandler):
         if reply.get("reset"):
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             self.close_connection = True
+            return
+        if "stream" in reply and not {"drip", "cut_body"} & reply.keys():
+            self._answer_stream(reply)
             return
         text = json.dumps(reply["json"]) if "json" in reply else reply.get("text", "")
         body = text.encode("utf-8", "surrogatepass")
@@ -278,6 +356,42 @@ class _Handler(BaseHTTPRequestHandler):
         if cut:
             self.close_connection = True
 
+    def _answer_stream(self, reply: Reply) -> None:
+        self.send_response_only(reply.get("status", 200))
+        for name, value in {
+            "content-type": "text/event-stream",
+            **reply.get("headers", {}),
+            "transfer-encoding": "chunked",
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+        end = reply.get("end", "done")
+        for item in [*reply["stream"], *(["data: [DONE]\n\n"] if end == "done" else [])]:
+            match item:
+                case threading.Event():
+                    self._wait(0.0, until=item)
+                case int() | float():
+                    self._wait(item)
+                case _:
+                    self._send_piece(item)
+        match end:
+            case "hang":
+                self._wait(math.inf)
+            case "reset":
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                self.close_connection = True
+            case "cut":
+                self.close_connection = True
+            case _:
+                self.wfile.write(b"0\r\n\r\n")
+
+    def _send_piece(self, item: Any) -> None:
+        if isinstance(item, dict | list):
+            item = f"data: {json.dumps(item)}\n\n"
+        piece = item if isinstance(item, bytes) else item.encode("utf-8", "surrogatepass")
+        if piece:  # an empty one would be the end of the body
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+
     def _wait(self, seconds: float, *, until: threading.Event | None = None) -> None:
         """Wait, but not longer than the client does."""
         end = time.monotonic() + seconds
@@ -292,7 +406,15 @@ class _Handler(BaseHTTPRequestHandler):
 
 # --- the strictest endpoint there is -----------------------------------------------------------
 
-_TOP_KEYS = {"model", "messages", "tools", "tool_choice", "parallel_tool_calls"}
+_TOP_KEYS = {
+    "model",
+    "messages",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "stream",
+    "stream_options",
+}
 _KEYS = {
     "system": {"role", "content"},
     "developer": {"role", "content"},
@@ -303,17 +425,21 @@ _KEYS = {
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
-def check_request(body: Any) -> list[str]:
-    """What the strictest chat-completions endpoint would refuse this body for, in words."""
+def check_request(body: Any, *, allow: Collection[str] = ()) -> list[str]:
+    """What the strictest chat-completions endpoint would refuse this body for, in words.
+
+    `allow` are further keys that this one takes: of the body, of a turn or of a call.
+    """
     if not isinstance(body, dict):
         return ["the body is not an object"]
-    faults = [f"unknown key {key}" for key in sorted(body.keys() - _TOP_KEYS)]
+    faults = [f"unknown key {key}" for key in sorted(body.keys() - _TOP_KEYS - set(allow))]
+    faults += _check_streaming(body)
     if not isinstance(body.get("model"), str) or not body["model"]:
         faults.append("model is missing")
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         return [*faults, "messages are missing"]
-    faults += _check_messages(messages)
+    faults += _check_messages(messages, set(allow))
     tools = body.get("tools")
     if tools is None:
         faults += [
@@ -328,7 +454,18 @@ def check_request(body: Any) -> list[str]:
     return faults
 
 
-def _check_messages(messages: list[Any]) -> list[str]:
+def _check_streaming(body: dict[str, Any]) -> list[str]:
+    if not isinstance(body.get("stream", False), bool):
+        return ["stream is not a boolean"]
+    if "stream_options" not in body:
+        return []
+    if not body.get("stream"):
+        return ["stream_options without stream"]
+    known = body["stream_options"] in ({"include_usage": True}, {"include_usage": False})
+    return [] if known else ["stream_options holds something else than include_usage"]
+
+
+def _check_messages(messages: list[Any], allow: set[str]) -> list[str]:
     faults: list[str] = []
     expected: list[str] = []
     for index, message in enumerate(messages):
@@ -338,7 +475,7 @@ def _check_messages(messages: list[Any]) -> list[str]:
             continue
         if role != "assistant" and not isinstance(message.get("content"), str | list):
             faults.append(f"message {index}: no content")
-        unknown = sorted(message.keys() - _KEYS[role])
+        unknown = sorted(message.keys() - _KEYS[role] - (allow if role == "assistant" else set()))
         faults += [f"message {index}: unknown key {key}" for key in unknown]
         if role == "tool":
             call_id = message.get("tool_call_id")
@@ -351,14 +488,14 @@ def _check_messages(messages: list[Any]) -> list[str]:
             faults.append(f"message {index}: comes before the results of {', '.join(expected)}")
             expected = []
         if role == "assistant":
-            found, expected = _check_turn(message)
+            found, expected = _check_turn(message, allow)
             faults += [f"message {index}: {fault}" for fault in found]
     if expected:
         faults.append(f"no results of {', '.join(expected)}")
     return faults
 
 
-def _check_turn(message: dict[str, Any]) -> tuple[list[str], list[str]]:
+def _check_turn(message: dict[str, Any], allow: set[str]) -> tuple[list[str], list[str]]:
     """Faults of an assistant message, and the ids that tool messages must now answer."""
     faults: list[str] = []
     content = message.get("content")
@@ -371,7 +508,7 @@ def _check_turn(message: dict[str, Any]) -> tuple[list[str], list[str]]:
         return [*faults, "tool_calls is not a filled list"], []
     ids: list[str] = []
     for call in given:
-        faults += _check_call(call)
+        faults += _check_call(call, allow)
         call_id = call.get("id") if isinstance(call, dict) else None
         if call_id in ids:
             faults.append("a call id is repeated")
@@ -379,8 +516,8 @@ def _check_turn(message: dict[str, Any]) -> tuple[list[str], list[str]]:
     return faults, ids
 
 
-def _check_call(call: Any) -> list[str]:
-    if not isinstance(call, dict) or call.keys() != {"id", "type", "function"}:
+def _check_call(call: Any, allow: set[str]) -> list[str]:
+    if not isinstance(call, dict) or call.keys() - allow != {"id", "type", "function"}:
         return ["a call has not exactly id, type and function"]
     function = call["function"]
     if call["type"] != "function" or not isinstance(function, dict):

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ import pytest
 from runner.models import Event, FinalResult, RunStatus, StopReason
 from runner.record import RunInfo
 from support.command import COMMAND, Invoke, Ran
+from support.fleet import url_of, valkey
 from tasks import Client, Run
 from worker import cli
 
@@ -193,12 +195,72 @@ def test_cancel_ends_a_run_with_its_reason_and_is_no_error_twice(invoke: Invoke,
     assert (error.type, error.message) == ("CANCELLED", "wrong customer")
 
 
+def test_resume_takes_up_a_run_that_a_limit_ended(invoke: Invoke, client: Client, run: Run) -> None:
+    client.store.end_run(run.id, StopReason.MAX_STEPS, closer="closed")
+
+    ran = invoke("resume", run.id, "--max-steps", "3")
+
+    assert ran == Ran(0, f"resumed {run.id}\n", "")
+    assert run.status() is RunStatus.QUEUED
+
+
+def test_resume_of_a_run_that_goes_on_says_so_and_changes_nothing(invoke: Invoke, run: Run) -> None:
+    before = run.info()
+
+    ran = invoke("resume", run.id, "--max-steps", "3")
+    asked = invoke("resume", run.id, "--json")
+
+    assert ran == Ran(0, f"{run.id} hasn't ended, it is queued; nothing was changed\n", "")
+    assert asked == Ran(0, f'{{"run_id": "{run.id}", "resumed": false}}\n', "")
+    assert run.info() == before
+
+
+def test_resume_of_a_run_that_completed_ends_5(invoke: Invoke, client: Client, run: Run) -> None:
+    complete(client, run)
+
+    invoke("resume", run.id).refused(5, "ended COMPLETED", "submit anew")
+
+
 def test_trace_of_a_run_that_no_worker_took_is_empty(invoke: Invoke, run: Run) -> None:
     ran = invoke("trace", run.id)
 
     assert json.loads(invoke("trace", run.id, "--json").out)["steps"] == []
     assert ran.code == 0
     assert "nothing was sent" in ran.out
+
+
+def test_each_command_with_json_prints_it_the_same_way(
+    invoke: Invoke, client: Client, run: Run
+) -> None:
+    client.store.end_run(run.id, StopReason.ERROR, closer="closed")
+    key = ("--idempotency-key", "k")
+    cancelled = invoke("submit", "goal", "--agent", "helper", *key, "--json")
+    client.get(json.loads(cancelled.out)["run_id"]).cancel()
+
+    printed = [
+        cancelled,
+        invoke("resume", run.id, "--json"),
+        invoke("cancel", run.id, "--json"),
+        invoke("ping", "--queue", "steps", "--timeout", "0.01", "--json"),
+        invoke("submit", "goal", "--agent", "helper", *key, "--wait", "--json"),
+        *(invoke(command, run.id, "--json") for command in ("show", "events", "trace")),
+        invoke("runs", "--json"),
+    ]
+
+    lines = [line for ran in printed for line in ran.out.splitlines()]
+    assert len(lines) == len(printed) + 3  # there are four events
+    for line in lines:
+        assert line == json.dumps(json.loads(line), ensure_ascii=False)
+    asked, resumed, ended, deaf = (json.loads(ran.out) for ran in printed[:4])
+    assert list(asked) == ["run_id"]
+    assert resumed == {"run_id": run.id, "resumed": True}
+    assert ended == {"run_id": run.id, "cancelled": True}
+    assert deaf == {"queue": "steps", "seconds": None}
+    assert printed[3].code == 1
+
+
+def test_version_is_that_of_the_package(invoke: Invoke) -> None:
+    assert invoke("--version") == Ran(0, f"celeriac {metadata.version('celeriac')}\n", "")
 
 
 # --- what is refused ---------------------------------------------------------------------------
@@ -213,7 +275,12 @@ def test_trace_of_a_run_that_no_worker_took_is_empty(invoke: Invoke, run: Run) -
         (["worker", "--queue", "mail"], ["steps", "tools"]),
         (["worker", "--queue", "steps", "--concurrency", "0"], ["1 or more"]),
         (["runs", "--limit", "-1"], ["1 or more"]),
-        (["runs", "--limit", "many"], ["many"]),
+        (["runs", "--limit", "many"], ["'many' isn't a whole number"]),
+        (["runs", "--limit", "9" * 30], ["below 10^9"]),
+        (["resume", NO_SUCH_RUN, "--max-steps", "1.5"], ["--max-steps", "'1.5' isn't a whole"]),
+        (["resume", NO_SUCH_RUN, "--max-steps", "0"], ["--max-steps", "1 or more"]),
+        (["resume", NO_SUCH_RUN, "--timeout", "soon"], ["--timeout", "'soon' isn't a number of"]),
+        (["resume", NO_SUCH_RUN, "--timeout", "nan"], ["--timeout", "seconds greater than 0"]),
         (["runs", "--status", "asleep"], ["queued", "finished"]),
         (["show"], ["RUN", "celeriac show --help"]),
     ],
@@ -224,7 +291,7 @@ def test_a_wrong_command_line_ends_2_and_names_its_help(
     invoke(*args).refused(2, *words)
 
 
-@pytest.mark.parametrize("command", ["show", "events", "cancel", "trace"])
+@pytest.mark.parametrize("command", ["show", "events", "cancel", "resume", "trace"])
 def test_an_unknown_run_ends_4(invoke: Invoke, command: str) -> None:
     invoke(command, NO_SUCH_RUN).refused(4, NO_SUCH_RUN, "never submitted here")
 
@@ -294,14 +361,21 @@ class TestAgents:
     def test_a_module_that_is_missing_ends_2(self, invoke: Invoke, command: str) -> None:
         ran = invoke(*self.args(command), CELERIAC_AGENTS="no_such.agents")
 
-        ran.refused(2, "CELERIAC_AGENTS", "no_such.agents", "ModuleNotFoundError")
+        ran.refused(2, "CELERIAC_AGENTS", "no_such.agents", "ModuleNotFoundError", "PYTHONPATH")
 
     @pytest.mark.parametrize(
         ("source", "words"),
         [
             ("agents = [", ["SyntaxError"]),
             ("raise RuntimeError('two\\nlines')", ["RuntimeError: two lines"]),
-            ("from runner import Limits\nLimits(max_steps=-1)", ["max_steps", "greater than"]),
+            (
+                "from runner import Limits\nLimits(max_steps=-1, timeout=0)",
+                [
+                    "Limits: max_steps: Input should be greater than or equal to 1; timeout: Input",
+                    "should be greater than 0\n",
+                ],
+            ),
+            ("from runner import Agent\nAgent(name='a b')", ["import", ": agent name 'a b'"]),
             ("print('hello')", ["no Agent at the top level"]),
         ],
     )
@@ -399,7 +473,7 @@ def closed_port() -> int:
 ALL = [
     ["submit", "goal", "--agent", "helper"],
     ["runs"],
-    *[[command, NO_SUCH_RUN] for command in ("show", "events", "cancel", "trace")],
+    *[[command, NO_SUCH_RUN] for command in ("show", "events", "cancel", "resume", "trace")],
     ["worker", "--queue", "steps"],
 ]
 
@@ -430,6 +504,86 @@ def test_a_redis_that_refuses_the_password_ends_3(invoke: Invoke, redis_url: str
 
     ran.refused(3, "refused the credentials", "CELERIAC_REDIS_URL")
     assert "wrong" not in ran.err
+
+
+@pytest.mark.parametrize("args", ALL, ids=lambda args: args[0])
+@pytest.mark.parametrize("name", ["CELERIAC_REDIS_URL", "CELERIAC_BROKER_URL"])
+def test_a_redis_elsewhere_without_a_password_is_refused_before_it_is_asked(
+    invoke: Invoke, args: list[str], name: str
+) -> None:
+    # Of a range that nobody has: to ask it would end 3, after a while.
+    url = "redis://192.0.2.1:6379/0"
+
+    ran = invoke(*args, CELERIAC_AGENTS="support.agents", **{name: url})
+
+    ran.refused(2, name, "without a password or TLS", "CELERIAC_ALLOW_INSECURE_REDIS=1")
+
+
+def test_a_redis_that_dies_ends_the_wait_and_not_the_run(spawn: Spawn, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    with valkey(data) as server:
+        waiting = spawn(
+            *("submit", "What is new?", "--agent", "helper", "--wait"),
+            CELERIAC_REDIS_URL=url_of(server),
+        )
+        assert waiting.stdout is not None
+        run_id = waiting.stdout.readline().strip()
+    out, err = waiting.communicate(timeout=60)
+
+    assert (waiting.returncode, out) == (3, "")
+    first, last = err.splitlines()
+    assert first == f"celeriac: the run goes on when Redis is back: celeriac events {run_id}"
+    assert last.startswith("celeriac: error: Redis")
+
+
+# --- a worker's start --------------------------------------------------------------------------
+
+
+def warnings_of(worker: subprocess.Popen[str]) -> list[str]:
+    """Our warnings on a worker's way to its start."""
+    assert worker.stderr is not None
+    seen = []
+    for line in worker.stderr:
+        seen.append(line)
+        if line.endswith(" ready.\n"):
+            break
+    else:
+        raise AssertionError("".join(seen))
+    worker.terminate()
+    worker.communicate(timeout=60)
+    return [line for line in seen if line.startswith("celeriac: ")]
+
+
+def test_a_steps_worker_without_a_key_warns_in_one_line(spawn: Spawn) -> None:
+    (line,) = warnings_of(
+        spawn("worker", "--queue", "steps", "--pool", "solo", CELERIAC_AGENTS="examples.orders")
+    )
+
+    assert line.startswith("celeriac: warning: OPENAI_API_KEY isn't set, so runs of support will")
+    assert "set it" in line
+
+
+@pytest.mark.parametrize(
+    ("queue", "more"),
+    [
+        ("steps", {"OPENAI_API_KEY": "sk-test"}),
+        ("steps", {"CELERIAC_AGENTS": "own_model"}),
+        ("tools", {"CELERIAC_ALLOW_UNLIMITED_TOOLS": "1"}),
+    ],
+)
+def test_a_worker_that_needs_no_key_or_has_one_does_not_warn(
+    spawn: Spawn, tmp_path: Path, queue: str, more: dict[str, str]
+) -> None:
+    (tmp_path / "own_model.py").write_text(
+        "from runner import Agent\n"
+        "class Model:\n"
+        "    async def respond(self, request): ...\n"
+        "agent = Agent(name='own', model=Model())\n"
+    )
+    options = ("worker", "--queue", queue, "--pool", "solo")
+
+    assert warnings_of(spawn(*options, **{"CELERIAC_AGENTS": "examples.orders", **more})) == []
 
 
 # --- as a process ------------------------------------------------------------------------------
@@ -488,6 +642,15 @@ def test_a_terminal_without_unicode_is_no_reason_to_fail(
 
     assert (process.returncode, err) == (0, "")
     assert "Gr\\xfc\\xdfe" in out
+
+
+def test_json_stays_json_on_such_a_terminal(spawn: Spawn, client: Client, run: Run) -> None:
+    client.store.end_run(run.id, StopReason.COMPLETED, answer="Grüße 東京", closer="closed")
+
+    out, err = spawn("show", run.id, "--json", PYTHONIOENCODING="ascii").communicate(timeout=30)
+
+    assert err == ""
+    assert json.loads(out)["result"]["answer"] == "Grüße 東京"
 
 
 # --- what is written about it ------------------------------------------------------------------

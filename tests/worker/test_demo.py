@@ -8,8 +8,9 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,17 +38,21 @@ slow = Agent(name="slow", tools=[list_files])
 class Demo:
     """`celeriac run` in a folder of its own; its temporary files are there too."""
 
-    def __init__(self, folder: Path, *args: str, **more: str) -> None:
+    def __init__(
+        self, folder: Path, *args: str, files: Mapping[str, str] | None = None, **more: str
+    ) -> None:
         self.folder = folder
         self.temp = folder / "temp"
         self.temp.mkdir()
         work = folder / "work"
         work.mkdir()
         (work / "README.md").write_text("# Celery root\n\nA folder with one file.\n")
-        (work / "agents_here.py").write_text(SLOW_AGENT)
+        for name, text in {"agents_here.py": SLOW_AGENT, **(files or {})}.items():
+            (work / name).write_text(text)
         home = {key: os.environ[key] for key in ("PATH", "HOME", "LANG") if key in os.environ}
         self.process = subprocess.Popen(
-            [*COMMAND, "run", *args],
+            # As an installed command starts: without the current folder at the front of the path.
+            [COMMAND[0], "-P", *COMMAND[1:], "run", *args],
             cwd=work,
             env={
                 **home,
@@ -99,7 +104,7 @@ Start = Callable[..., Demo]
 def start(tmp_path: Path) -> Iterator[Start]:
     made: list[Demo] = []
 
-    def begin(*args: str, **more: str) -> Demo:
+    def begin(*args: str, **more: Any) -> Demo:
         made.append(Demo(tmp_path, *args, **more))
         return made[-1]
 
@@ -148,6 +153,16 @@ def test_a_proxy_of_the_environment_is_not_asked_for_the_offline_model(start: St
     demo = start(HTTP_PROXY="http://127.0.0.1:9", ALL_PROXY="http://127.0.0.1:9")
 
     assert demo.finish()[0] == 0
+
+
+def test_a_user_s_own_files_of_known_names_are_not_in_the_way(start: Start) -> None:
+    names = ("celery", "redis", "queue", "email")
+    demo = start(files={f"{name}.py": "raise RuntimeError('mine')\n" for name in names})
+
+    code, out, err = demo.finish()
+
+    assert (code, err) == (0, "")
+    assert "stop reason: COMPLETED" in out
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -211,6 +226,8 @@ def test_a_reader_that_goes_away_ends_everything_too(start: Start) -> None:
         ([], {"CELERIAC_AGENTS": "examples.workspace,examples.orders"}, ["--agent", "support"]),
         ([], {"CELERIAC_LEASE": "soon"}, ["CELERIAC_LEASE"]),
         ([""], {}, ["the goal is empty"]),
+        ([], {"WORKSPACE": "no-such-folder"}, ["WORKSPACE: no-such-folder isn't a folder"]),
+        ([], {"WORKSPACE": "README.md"}, ["WORKSPACE: README.md isn't a folder"]),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_left(

@@ -1,8 +1,10 @@
 """The way in: `celeriac` and `python -m celeriac`. Explains a clash of names before it can puzzle.
 
 The project's packages are called `runner`, `tasks` and `worker`, as are many files of users. Only
-one module of a name can be imported, so a second one is named here in one line. Nothing of the
-project, and nothing beyond the standard library, is imported before that.
+one module of a name can be imported, so a second one is named here in one line. A user's own
+`redis.py` beside their agents does no harm, since the current folder is searched last; on
+PYTHONPATH it would be imported in place of the real one, and is named too. Nothing of the project,
+and nothing beyond the standard library, is imported before that.
 """
 
 from __future__ import annotations
@@ -14,14 +16,25 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 PACKAGES = ("runner", "tasks", "worker")
+
+DEPENDENCIES = {
+    "celery": "app",
+    "kombu": "transport",
+    "redis": "asyncio",
+    "pydantic": "fields.py",
+    "openai": "resources",
+    "tenacity": "wait.py",
+}
+"""What we import from others, each with a part of it that a user's file of that name hasn't."""
+
 BAD_CONFIGURATION = 2
 INTERRUPTED = 130
 
 
 def main() -> int:
     """Run the command line; answers the exit code, which `worker.cli` explains."""
-    _add_current_folder()
-    clash = find_clash()
+    _search_current_folder_last()
+    clash = find_clash() or find_shadow()
     if clash is not None:
         print(f"celeriac: error: {clash}", file=sys.stderr)
         return BAD_CONFIGURATION
@@ -47,9 +60,29 @@ def find_clash() -> str | None:
     return None
 
 
-def _explain(name: str, found: str) -> str:
+def find_shadow() -> str | None:
+    """One line about the first module found in place of one that we depend on; None is well."""
+    for name, part in DEPENDENCIES.items():
+        spec = importlib.util.find_spec(name)
+        # One that isn't installed at all is an ImportError that says so.
+        if spec is None or spec.origin is None:
+            continue
+        if not any((place / part).exists() for place in _places(spec)):
+            kind, shown = _kind_of(spec.origin)
+            return (
+                f"{shown} is found in place of the package {name!r} that celeriac needs; "
+                f"rename that {kind}, or take its folder off PYTHONPATH"
+            )
+    return None
+
+
+def _kind_of(found: str) -> tuple[str, Path]:
     path = Path(found)
-    kind, shown = ("package", path.parent) if path.name == "__init__.py" else ("module", path)
+    return ("package", path.parent) if path.name == "__init__.py" else ("module", path)
+
+
+def _explain(name: str, found: str) -> str:
+    kind, shown = _kind_of(found)
     return (
         f"{shown} clashes with celeriac's own package {name!r}: Python can import only one "
         f"{name!r}; rename that {kind}, or run celeriac from another folder and without it on "
@@ -72,15 +105,23 @@ def _places(spec: ModuleSpec) -> list[Path]:
 
 def _users_folders() -> list[str]:
     """Where users have their agents: even behind ours on the path, a clash there is one."""
+    return list(dict.fromkeys([str(Path.cwd()), *_pythonpath()]))
+
+
+def _pythonpath() -> list[str]:
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return list(dict.fromkeys(str(Path(each).absolute()) for each in (".", *given) if each))
+    return [str(Path(each).absolute()) for each in given if each]
 
 
-def _add_current_folder() -> None:
-    # As Celery and `python -m` do, so that CELERIAC_AGENTS=shop.agents finds ./shop/agents.py.
+def _search_current_folder_last() -> None:
+    """So that CELERIAC_AGENTS=shop.agents finds ./shop/agents.py, and ./redis.py shadows nothing.
+
+    `python -m` puts the folder first; whoever names it on PYTHONPATH wants it where it stands.
+    """
     here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    if here not in _pythonpath():
+        sys.path[:] = [each for each in sys.path if each not in ("", here)]
+        sys.path.append(here)
 
 
 if __name__ == "__main__":

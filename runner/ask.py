@@ -1,0 +1,232 @@
+"""Asks a model under a step's lease, and keeps what each exchange cost.
+
+The request runs in the process's event loop while the step's thread waits: the thread renews the
+lease, passes on what streams in, and drops the request as soon as the step has no say any more.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import JsonValue
+
+from runner import background
+from runner.errors import ModelError, RedisUnavailable
+from runner.guards import Progress
+from runner.models import (
+    Model,
+    ModelReply,
+    ModelRequest,
+    Price,
+    RunErrorType,
+    StreamingModel,
+    Usage,
+)
+from runner.record import RunRecord
+from runner.settings import Settings
+from runner.store import Outcome, RunStore
+
+logger = logging.getLogger(__name__)
+
+Call = concurrent.futures.Future[ModelReply]
+
+TELL_EVERY = 0.15
+"""Seconds between two `model.delta` events of a stream."""
+
+
+class LetGo(Exception):
+    """This attempt may not go on; its outcome says why."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome)
+        self.outcome = outcome
+
+
+class Released(Exception):
+    """This process stops: another is to take the attempt."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """What asking the model cost so far in this attempt: every exchange, not only the last."""
+
+    usage: Usage = field(default_factory=Usage)
+    exchanges: list[dict[str, Any]] = field(default_factory=list)
+    answer: JsonValue = None
+    progress: Progress = field(default_factory=Progress)
+    ended: bool = False
+    call: Call | None = None
+
+    def hold(self, call: Call) -> None:
+        self.call = call
+        if self.ended:
+            call.cancel()
+
+    def end(self) -> None:
+        """The run was ended from outside: drop the model call, if one is running."""
+        self.ended = True
+        if self.call is not None:
+            self.call.cancel()
+
+
+class Heard:
+    """What has streamed in and wasn't told yet. Filled by the event loop, emptied by the step."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._parts: list[str] = []
+
+    def add(self, text: str) -> None:
+        with self._lock:
+            self._parts.append(text)
+
+    def take(self) -> str:
+        with self._lock:
+            text = "".join(self._parts)
+            self._parts.clear()
+        return text
+
+
+class Asker:
+    """Makes the model calls of this process, and lets go of all of them when it stops."""
+
+    def __init__(self, store: RunStore, settings: Settings) -> None:
+        self._store = store
+        self._settings = settings
+        self._calls: set[Call] = set()
+        self.stopping = False
+
+    def release(self) -> None:
+        """This process stops: let go of every model call, so that another worker makes it."""
+        self.stopping = True
+        for call in tuple(self._calls):
+            call.cancel()
+
+    def exchange(
+        self,
+        record: RunRecord,
+        model: Model,
+        request: ModelRequest,
+        described: dict[str, Any],
+        asked: Asked,
+        *,
+        price: Price | None = None,
+        stream: bool = False,
+    ) -> ModelReply:
+        """One request and its response, both for the trace."""
+        exchange: dict[str, Any] = {"request": described}
+        asked.exchanges.append(exchange)
+        started = time.monotonic()
+        try:
+            reply = self._hold_step(record, model, request, asked, stream=stream)
+        except ModelError as error:
+            usage = (error.usage or Usage(requests=1, known=False)).priced(price)
+            exchange["error"] = {"type": error.type, "message": str(error), "status": error.status}
+            exchange["response"] = error.raw
+            raise
+        else:
+            usage = reply.usage.priced(price)
+            exchange["response"] = reply.raw
+            return reply
+        finally:
+            exchange["duration_ms"] = int((time.monotonic() - started) * 1000)
+            if "response" in exchange:
+                exchange["usage"] = usage.model_dump()
+                asked.usage += usage
+
+    def _hold_step(
+        self,
+        record: RunRecord,
+        model: Model,
+        request: ModelRequest,
+        asked: Asked,
+        *,
+        stream: bool,
+    ) -> ModelReply:
+        """Keep the lease while the model answers; let go when the store says so."""
+        if self.stopping:
+            raise Released
+        heard = Heard()
+        call = background.submit(_respond(model, request, heard if stream else None))
+        self._calls.add(call)
+        asked.hold(call)
+        if self.stopping:
+            call.cancel()  # the stop came between the two lines above, and didn't see it
+        try:
+            return self._wait(record, call, heard if stream else None, len(asked.exchanges))
+        finally:
+            call.cancel()  # whatever went wrong here: nobody waits for the answer any more
+            self._calls.discard(call)
+
+    def _wait(
+        self, record: RunRecord, call: Call, heard: Heard | None, exchange: int
+    ) -> ModelReply:
+        renew_every = self._settings.renew_every
+        renew_at = time.monotonic() + renew_every
+        while True:
+            left = max(0.0, renew_at - time.monotonic())
+            concurrent.futures.wait([call], timeout=left if heard is None else TELL_EVERY)
+            if heard is not None and (text := heard.take()):
+                self._tell(record, text, exchange)
+            if call.done() and not call.cancelled():
+                return _reply_of(call)
+            if not call.cancelled() and time.monotonic() < renew_at:
+                continue
+            renew_at = time.monotonic() + renew_every
+            try:
+                outcome = self._store.renew_step(record.run_id, record.epoch)
+            except RedisUnavailable as error:
+                if call.cancelled():
+                    raise
+                # A Redis that is away for a while is no reason to lose what was asked:
+                # the lease decides.
+                logger.warning("run=%s can't renew its lease: %s", record.run_id, error)
+                continue
+            if outcome is not Outcome.OK:
+                call.cancel()
+                raise LetGo(outcome)
+            if call.cancelled():
+                # Nobody ended the run, so it is this process that ends.
+                raise Released
+
+    def _tell(self, record: RunRecord, text: str, exchange: int) -> None:
+        """Followers that see a new `attempt` or `exchange` drop what they had of the step."""
+        data = {"text": text, "attempt": record.epoch, "exchange": exchange}
+        try:
+            self._store.add_event(
+                record.run_id,
+                "model.delta",
+                step=record.step,
+                call=None,
+                data=data,
+                epoch=record.epoch,
+            )
+        except RedisUnavailable as error:
+            logger.warning("run=%s can't tell what streams in: %s", record.run_id, error)
+
+
+async def _respond(model: Model, request: ModelRequest, heard: Heard | None) -> ModelReply:
+    try:
+        if heard is not None and isinstance(model, StreamingModel):
+            return await model.stream(request, heard.add)
+        return await model.respond(request)
+    except (SystemExit, KeyboardInterrupt) as error:
+        # Either would end the loop of this process, and with it every later model call.
+        name = type(error).__name__
+        raise ModelError(
+            f"the model raised {name}", type=RunErrorType.MODEL_BAD_RESPONSE
+        ) from error
+
+
+def _reply_of(call: Call) -> ModelReply:
+    """The reply; whatever a user's own model raises is an error of the model's, not of the loop."""
+    error = call.exception()
+    if error is None or isinstance(error, ModelError | AssertionError):
+        return call.result()  # an AssertionError is a scripted model's, for the test to see
+    name = type(error).__name__
+    raise ModelError(f"the model raised {name}", type=RunErrorType.MODEL_BAD_RESPONSE) from error

@@ -1,0 +1,105 @@
+"""Sees in the history that a run gets nowhere: the same calls, or the same errors, again and again.
+
+First the model is told; if that changes nothing, the run ends `REPEATED_ERROR`. Pure functions of
+the history: nothing else is stored for them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from runner.context import Message
+from runner.models import ProposedCall
+
+Calls = frozenset[tuple[str, str]]
+"""The (name, canonical arguments) of a turn's calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One block of the history: what was called, and what came of it in call order."""
+
+    calls: Calls
+    names: tuple[str, ...]
+    contents: tuple[str, ...]
+
+    @property
+    def failed(self) -> bool:
+        """Whether every call of the turn ended in an error."""
+        return all(content.startswith('{"ok":false,') for content in self.contents)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How often the last turn was made before in just that way. 1: it is new."""
+
+    same_calls: int = 0
+    same_errors: int = 0
+    last: Turn | None = None
+
+    def notice(self, most: int) -> str | None:
+        """What the model is told before it is asked, where it has reached the limit."""
+        if self.same_calls >= most:
+            return (
+                f"You have made the same calls {self.same_calls} times with the same results. "
+                "Don't make them again: use what you have, try something else, or answer now."
+            )
+        if self.same_errors >= most:
+            return (
+                f"Your last {self.same_errors} turns ended in the same error. Change your "
+                "approach, or answer now with what you know."
+            )
+        return None
+
+    def repeats(self, calls: Sequence[ProposedCall], most: int) -> bool:
+        """Whether these calls are what the model was told not to make again."""
+        if self.last is None or self.same_calls < most:
+            return False
+        return _calls((call.name, call.arguments) for call in calls) == self.last.calls
+
+
+def look_at_progress(history: Sequence[Message], most: int) -> Progress:
+    """Judge the last turns; `most` is how often the same may come before the model is told.
+
+    Turns needn't follow each other directly: two that alternate get nowhere as well.
+    """
+    turns = _last_turns(history, 3 * most)
+    if not turns:
+        return Progress()
+    last = turns[0]
+    errors = 0
+    for turn in turns:
+        if not turn.failed or (turn.names, turn.contents) != (last.names, last.contents):
+            break
+        errors += 1
+    same = sum(
+        (turn.calls, sorted(turn.contents)) == (last.calls, sorted(last.contents)) for turn in turns
+    )
+    return Progress(same, errors, last)
+
+
+def _last_turns(history: Sequence[Message], most: int) -> list[Turn]:
+    """The last blocks since somebody last said something, the newest first."""
+    turns: list[Turn] = []
+    contents: list[str] = []
+    for message in reversed(history):
+        if message["role"] == "tool":
+            contents.append(message["content"])
+        elif message["role"] == "user" and isinstance(message["content"], str):
+            break
+        elif entries := message.get("tool_calls"):
+            functions = [entry["function"] for entry in entries]
+            called = [(each["name"], each["arguments"]) for each in functions]
+            turns.append(
+                Turn(_calls(called), tuple(name for name, _ in called), tuple(reversed(contents)))
+            )
+            contents = []
+            if len(turns) == most:
+                break
+    return turns
+
+
+def _calls(called: Iterable[tuple[str, str]]) -> Calls:
+    return frozenset((name, json.dumps(json.loads(text), sort_keys=True)) for name, text in called)

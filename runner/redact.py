@@ -1,0 +1,49 @@
+"""Takes secrets out of what is kept for people: the trace, and whatever is made from it.
+
+The history that a model is sent is not touched, and neither is what a tool is handed.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+HIDDEN = "***"
+
+
+def redact(value: Any, names: frozenset[str]) -> Any:
+    """JSON data with the value of every field of these names hidden, at any depth.
+
+    A text that is itself JSON (a response body, the arguments of a call) is looked into as well; if
+    it names such a field and can't be read, it is hidden whole.
+    """
+    if not names:
+        return value
+    wanted = frozenset(name.casefold() for name in names)
+    return _redact(value, wanted)
+
+
+def _redact(value: Any, names: frozenset[str]) -> Any:
+    match value:
+        case dict():
+            return {
+                key: HIDDEN if str(key).casefold() in names else _redact(each, names)
+                for key, each in value.items()
+            }
+        case list() | tuple():
+            return [_redact(each, names) for each in value]
+        case str() if any(name in value.casefold() for name in names):
+            return _redact_text(value, names)
+        case _:
+            return value
+
+
+def _redact_text(text: str, names: frozenset[str]) -> str:
+    if not text.lstrip().startswith(("{", "[", '"')):
+        return text  # prose that merely speaks of it
+    try:
+        read = json.loads(text)
+    except (ValueError, RecursionError):
+        return HIDDEN
+    hidden = _redact(read, names)
+    return text if hidden == read else json.dumps(hidden, ensure_ascii=False)
