@@ -175,7 +175,7 @@ class Loop:
         self.store = store
         self.agents = agents
         self.settings = settings
-        self._model = model or OpenAIModel()
+        self._model = model or OpenAIModel(profile=settings.model_profile or None)
         self._nudges = Nudges(store)
         self._asker = Asker(store, settings)
         self._calls = CallRunner(store, settings.renew_every, kill)

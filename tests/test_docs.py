@@ -317,10 +317,12 @@ def test_every_event_is_told_and_no_other() -> None:
         for kind in re.findall(r"add_event\([^']*'([a-z]+\.[a-z]+)'", script.body)
     }
     # Those that Python adds: through `add_event`, and the one that a reader makes up.
-    written |= {"call.progress", "gap"}
+    written |= {"call.progress", "model.delta", "budget.warning", "gap"}
     assert "call.progress" in strings_of(ROOT / "runner" / "calls.py")
+    assert "model.delta" in strings_of(ROOT / "runner" / "ask.py")
+    assert "'budget.warning'" in (ROOT / "runner" / "lua" / "prelude.lua").read_text()
     assert "gap" in strings_of(ROOT / "tasks" / "client.py")
-    assert len(written) == 13
+    assert len(written) == 15
     assert told(table(read("docs/reference.md"), "Events")) == written
 
 

@@ -66,7 +66,7 @@ if count == 0 then
 end
 redis.call('DEL', KEYS[3], KEYS[4])
 local free = tonumber(ARGV[6])
-local hints, status = {'OK'}, 'running'
+local hints, asked = {'OK'}, false
 for index = 0, count - 1 do
   local at = first_call + index * 9
   local call = step .. '.' .. index
@@ -83,7 +83,7 @@ for index = 0, count - 1 do
     -- Answered by a user and not by a worker: nothing is published, and nothing holds it.
     redis.call('HSET', KEYS[3], field .. 'state', 'asked')
     add_event(KEYS[5], ARGV[5], 'run.waiting', step, call, ARGV[at + 2])
-    status = 'waiting'
+    asked = true
   else
     redis.call('HINCRBY', KEYS[1], 'tool_calls', 1)
     redis.call('HINCRBY', KEYS[1], 'used.' .. ARGV[at + 7], 1)
@@ -97,5 +97,8 @@ for index = 0, count - 1 do
     add_event(KEYS[5], ARGV[5], 'call.queued', step, call, ARGV[at + 2])
   end
 end
-redis.call('HSET', KEYS[1], 'phase', 'tools', 'calls', count, 'status', #hints > 1 and 'running' or status)
+redis.call('HSET', KEYS[1], 'phase', 'tools', 'calls', count)
+if asked and #hints == 1 then
+  redis.call('HSET', KEYS[1], 'status', 'waiting')
+end
 return hints
