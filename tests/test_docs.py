@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import inspect
 import re
 import shlex
 import subprocess
@@ -17,9 +19,10 @@ from typing import Any
 
 import pytest
 
-from runner import keys
+from runner import Agent, Limits, keys, tool
 from runner.failpoints import Point
 from runner.models import Principal, RunErrorType, RunStatus, StopReason, ToolErrorType
+from runner.profiles import PROFILES, profile_for
 from runner.scripts import ScriptText, load_script, script_names
 from runner.settings import Settings
 from runner.store import Outcome
@@ -326,6 +329,45 @@ def test_every_event_is_told_and_no_other() -> None:
     assert told(table(read("docs/reference.md"), "Events")) == written
 
 
+@pytest.mark.parametrize(
+    ("title", "options"),
+    [
+        (
+            "Options of an agent",
+            {each.name: each.default for each in dataclasses.fields(Agent) if each.init},
+        ),
+        (
+            "Options of a tool",
+            {
+                name: each.default
+                for name, each in inspect.signature(tool).parameters.items()
+                if name != "function"
+            },
+        ),
+        ("Limits", {name: field.default for name, field in Limits.model_fields.items()}),
+    ],
+    ids=["agent", "tool", "limits"],
+)
+def test_every_option_is_told_with_its_default(title: str, options: dict[str, Any]) -> None:
+    rows = table(read("docs/reference.md"), title)
+    assert set(rows) == set(options)
+    written = {name: row[0].strip("`") for name, row in rows.items()}
+    for name, default in options.items():
+        if isinstance(default, str | int | float) and not isinstance(default, bool):
+            shown = f'"{default}"' if isinstance(default, str) else f"{default:g}"
+            assert written[name] == shown, name
+        if isinstance(default, bool):
+            assert written[name] == str(default), name
+
+
+def test_every_profile_is_told_with_the_addresses_that_choose_it() -> None:
+    written = table(read("docs/reference.md"), "Profiles")
+    assert set(written) == set(PROFILES)
+    for name, row in written.items():
+        for host in re.findall(r"`([^`]+)`", row[0]):
+            assert profile_for(f"https://api.{host}/v1").name == name
+
+
 def test_every_setting_is_told_with_its_default() -> None:
     rows = table(read("docs/reference.md"), "Settings")
     defaults = {
@@ -465,7 +507,7 @@ PATH = re.compile(r"[\w.-]*(?:/[\w.-]+)*(?:/|\.(?:py|lua|md|yaml|toml))")
 FUNCTION = re.compile(r"((?:[A-Z]\w+\.)?\w+)\(\)")
 CLASS = re.compile(r"[A-Z][a-z]\w+")
 TEST = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
-NOT_OURS = {"Exception", "BaseException", "AsyncResult"}
+NOT_OURS = {"Exception", "BaseException", "AsyncResult", "True", "False"}
 
 
 def unknown_name(span: str) -> bool:
