@@ -1,6 +1,6 @@
 """The agent loop and its state: what a user writes agents with. Never imports Celery."""
 
-from runner.agents import Agent
+from runner.agents import Agent, Draft
 from runner.errors import (
     AgentError,
     CeleriacError,
@@ -13,6 +13,7 @@ from runner.errors import (
     ToolDefinitionError,
     ToolError,
 )
+from runner.images import Image
 from runner.models import (
     Event,
     Evidence,
@@ -21,12 +22,14 @@ from runner.models import (
     Limits,
     Model,
     ModelRequest,
+    Price,
     Principal,
     ProposedCall,
     Retry,
     RunError,
     RunStatus,
     StopReason,
+    StreamingModel,
     ToolCalls,
     ToolDecision,
     ToolResult,
@@ -41,15 +44,18 @@ __all__ = [
     "AgentError",
     "CeleriacError",
     "Context",
+    "Draft",
     "Event",
     "Evidence",
     "Final",
     "FinalResult",
+    "Image",
     "InvalidInput",
     "Limits",
     "Model",
     "ModelError",
     "ModelRequest",
+    "Price",
     "Principal",
     "Profile",
     "ProposedCall",
@@ -63,6 +69,7 @@ __all__ = [
     "Settings",
     "SettingsError",
     "StopReason",
+    "StreamingModel",
     "Tool",
     "ToolCalls",
     "ToolDecision",

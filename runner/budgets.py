@@ -19,17 +19,21 @@ def warn_of_budgets(
     """The budgets that this step carries past `WARN_AT`, with what is used and the limit of each.
 
     `opened` are the names of the tools that are called now. A budget that can't be watched, because
-    the server reports no usage, is told as unknown: that is not zero.
+    the server reports no usage or the model has no price, is told as unknown: that is not zero.
     """
     found: dict[str, Any] = {}
     for name, before, now, limit in _spending(agent, record, limits, usage, opened, invalid):
         if before < WARN_AT * limit <= before + now:
             found[name] = {"used": before + now, "limit": limit}
-    if not usage.known and record.usage.known:
-        for name in ("max_tokens", "max_cost"):
-            if limit := getattr(limits, name):
-                found[name] = {"used": None, "limit": limit}
+    if limits.max_tokens and not usage.known and record.usage.known:
+        found["max_tokens"] = {"used": None, "limit": limits.max_tokens}
+    if limits.max_cost and _costs_unknown(usage) and not _costs_unknown(record.usage):
+        found["max_cost"] = {"used": None, "limit": limits.max_cost}
     return found
+
+
+def _costs_unknown(usage: Usage) -> bool:
+    return not usage.known or (usage.requests > 0 and usage.cost is None)
 
 
 def _spending(

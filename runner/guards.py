@@ -7,6 +7,7 @@ the history: nothing else is stored for them.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ from runner.models import ProposedCall
 
 Calls = frozenset[tuple[str, str]]
 """The (name, canonical arguments) of a turn's calls."""
+
+ERROR_START = '{"ok":false,"error":{"type":'
+"""How the text of every refusal and failure starts; a tool's own `{"ok": false}` is a result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +32,24 @@ class Turn:
     @property
     def failed(self) -> bool:
         """Whether every call of the turn ended in an error."""
-        return all(content.startswith('{"ok":false,') for content in self.contents)
+        return all(content.startswith(ERROR_START) for content in self.contents)
+
+    @property
+    def outcome(self) -> tuple[Calls, tuple[str, ...]]:
+        """What was called with what results, in whatever order."""
+        return self.calls, tuple(sorted(self.contents))
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How often the last turn was made before in just that way. 1: it is new."""
+    """How often the last turn was made before in just that way. 1: it is new.
+
+    `worn` are the calls of all turns that came too often, the last or one that alternates with it.
+    """
 
     same_calls: int = 0
     same_errors: int = 0
-    last: Turn | None = None
+    worn: frozenset[Calls] = frozenset()
 
     def notice(self, most: int) -> str | None:
         """What the model is told before it is asked, where it has reached the limit."""
@@ -55,9 +67,9 @@ class Progress:
 
     def repeats(self, calls: Sequence[ProposedCall], most: int) -> bool:
         """Whether these calls are what the model was told not to make again."""
-        if self.last is None or self.same_calls < most:
+        if self.same_calls < most:
             return False
-        return _calls((call.name, call.arguments) for call in calls) == self.last.calls
+        return _calls((call.name, call.arguments) for call in calls) in self.worn
 
 
 def look_at_progress(history: Sequence[Message], most: int) -> Progress:
@@ -74,10 +86,9 @@ def look_at_progress(history: Sequence[Message], most: int) -> Progress:
         if not turn.failed or (turn.names, turn.contents) != (last.names, last.contents):
             break
         errors += 1
-    same = sum(
-        (turn.calls, sorted(turn.contents)) == (last.calls, sorted(last.contents)) for turn in turns
-    )
-    return Progress(same, errors, last)
+    made = Counter(turn.outcome for turn in turns)
+    worn = frozenset(calls for (calls, _), times in made.items() if times >= most)
+    return Progress(made[last.outcome], errors, worn)
 
 
 def _last_turns(history: Sequence[Message], most: int) -> list[Turn]:
@@ -102,4 +113,12 @@ def _last_turns(history: Sequence[Message], most: int) -> list[Turn]:
 
 
 def _calls(called: Iterable[tuple[str, str]]) -> Calls:
-    return frozenset((name, json.dumps(json.loads(text), sort_keys=True)) for name, text in called)
+    return frozenset((name, _canonical(text)) for name, text in called)
+
+
+def _canonical(arguments: str) -> str:
+    """The same text for the same arguments; a user's own model may send what is no JSON at all."""
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True)
+    except (ValueError, RecursionError):
+        return arguments

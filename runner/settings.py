@@ -27,7 +27,7 @@ class Settings:
     `redis_url` holds the runs' state; `broker_url` (the same Redis unless said otherwise) carries
     the hints; `result_backend` (none unless given) is where Celery's `AsyncResult(run_id)` looks.
     `allow_insecure_redis` and `allow_unlimited_tools` lift two checks at a worker's start;
-    `model_profile` names what kind of server the default model's is, where its address doesn't tell.
+    `model_profile` names what kind of server the default one is, where its address doesn't tell.
     `redact` names fields whose values no trace shows; `celery_config` is a module with Celery
     settings to add to a worker's. `lease` is how long a silent attempt is presumed alive,
     `renew_every` its heartbeat.

@@ -163,12 +163,14 @@ class Lost:
 
 def connect(url: str) -> redis.Redis:
     """A client with bounded waits: a dead server is an error within seconds, never a hang."""
+    # redis-py refuses this option for a socket in the file system.
+    over_network = {} if url.startswith("unix:") else {"socket_keepalive": True}
     return redis.Redis.from_url(
         url,
         decode_responses=True,
         socket_timeout=5,
         socket_connect_timeout=3,
-        socket_keepalive=True,
+        **over_network,
         health_check_interval=15,
         # The default is 100, and a steps worker may have more threads than that.
         max_connections=10_000,
@@ -833,7 +835,10 @@ class RunStore:
 
     def read_agents(self) -> dict[str, Limits]:
         catalog: dict[str, str] = self._ask("hgetall", keys.AGENTS)
-        return {name: Limits.model_validate_json(text) for name, text in catalog.items()}
+        # A newer worker may announce limits that this process doesn't know, nor has to.
+        return {
+            name: Limits.model_validate_json(text, extra="ignore") for name, text in catalog.items()
+        }
 
     def _attempt_id(self) -> str:
         # Host and process stand first: a parent can name the attempts of a child that is gone.

@@ -8,17 +8,22 @@ published again by recovery; one that comes twice is answered `STALE`, `BUSY` or
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
-from celery import Celery, Task
+from celery import Celery, states
 
-from runner.errors import AgentError, InvalidInput
+from runner.errors import AgentError, CeleriacError, InvalidInput, RunNotFound
 from runner.failpoints import Point, reach
+from runner.keys import RUN_ID
 from runner.loop import Loop, NextStep
-from tasks.accept import accept_goal
+from runner.store import RunStore
+from tasks.accept import accept_start
 from tasks.deliver import store_started
 from tasks.hints import CALL_TOOL, PING, START, STEP, publish
-from tasks.requests import CallRequest, HiddenRequest, StepRequest
+from tasks.requests import CallRequest, HiddenRequest, StepRequest, cancel_if_revoked
+
+logger = logging.getLogger(__name__)
 
 
 def add_tasks(app: Celery, loop: Loop) -> None:
@@ -34,18 +39,24 @@ def add_tasks(app: Celery, loop: Loop) -> None:
 
     @app.task(
         name=START,
-        bind=True,
         shared=False,
         Request=HiddenRequest,
-        throws=(AgentError, InvalidInput),  # refused: one line in the log, and no traceback
+        throws=(AgentError, InvalidInput),  # refused: no traceback in the log
     )
-    def start(self: Task, goal: str, agent: str, **options: Any) -> None:
+    def start(*args: Any, **given: Any) -> None:
         """Accept a goal from an app that has no client of ours; the task's id is the run's id."""
-        run_id = self.request.id
-        # Any worker of the fleet may take the run: by the catalog, as a client does.
-        accept_goal(loop.store, goal, agent=agent, run_id=run_id, **options)
-        store_started(app, run_id)
-        publish(app, loop.store, NextStep(run_id, 0))
+        run_id = start.request.id
+        try:
+            # Any worker of the fleet may take the run: by the catalog, as a client does.
+            accepted = accept_start(loop.store, run_id, args, given)
+        except (AgentError, InvalidInput) as error:
+            logger.warning("run=%s is refused: %s", run_id, error)
+            store_refused(app, loop.store, run_id, error)
+            raise
+        if accepted.created:
+            store_started(app, loop.store, run_id)
+            if not cancel_if_revoked(loop.store, run_id):
+                publish(app, loop.store, NextStep(run_id, 0))
 
     @app.task(name=STEP, shared=False, Request=Step)
     def step(run_id: str, step: int) -> None:
@@ -60,3 +71,24 @@ def add_tasks(app: Celery, loop: Loop) -> None:
     @app.task(name=PING, shared=False)
     def ping(token: str) -> None:
         loop.store.answer_ping(token)
+
+
+def store_refused(app: Celery, store: RunStore, run_id: str, error: CeleriacError) -> None:
+    """Let `AsyncResult(run_id)` raise the refusal, unless there is a run of that id after all."""
+    if not store.settings.result_backend:
+        return
+    try:
+        if not _has_run(store, run_id):
+            app.backend.store_result(run_id, error, states.FAILURE)
+    except Exception as cause:  # noqa: BLE001 - any backend's any error; the refusal stands
+        logger.warning("run=%s can't tell the result backend: %s", run_id, type(cause).__name__)
+
+
+def _has_run(store: RunStore, run_id: str) -> bool:
+    if not RUN_ID.fullmatch(run_id):
+        return False
+    try:
+        store.read_run(run_id)
+    except RunNotFound:
+        return False
+    return True

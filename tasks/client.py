@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -14,8 +15,9 @@ from pydantic import JsonValue
 from runner.agents import Agents
 from runner.errors import InvalidInput, RedisUnavailable, ResultTimeout, RunFinished, RunNotFound
 from runner.keys import check_run_id
-from runner.loop import NextStep, cancel_run
+from runner.loop import NextStep, answer_question, cancel_run
 from runner.models import Event, FinalResult, Limits, OnFinish, Principal, RunStatus, StopReason
+from runner.reader import scrub
 from runner.record import RunInfo
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
 from runner.store import Outcome, RunStore
@@ -26,6 +28,23 @@ from tasks.hints import PING, publish
 
 LOOK_EVERY = 2.0
 """Seconds that a reader waits in one request: well below the client's socket timeout."""
+
+MAX_REASON_CHARS = 1_000
+
+BEGINNING = "0"
+"""Stands for the id of an event before the first."""
+
+EVENT_ID = re.compile(r"([0-9]{1,20})-([0-9]{1,20})")
+
+
+class _Publisher(Celery):
+    """An app that keeps to our settings where `CELERY_BROKER_URL` is set for the caller's own.
+
+    Celery puts its environment variables before any configuration.
+    """
+
+    def connection_for_write(self, url: str | None = None, **options: Any) -> Any:
+        return super().connection_for_write(url or self.conf["broker_url"], **options)
 
 
 class Client:
@@ -47,8 +66,9 @@ class Client:
         self.store = RunStore(settings)
         self._agents = agents
         # Never the current app: the caller may well have a Celery app of their own.
-        self._app = Celery("celeriac-client", set_as_current=False)
+        self._app = _Publisher("celeriac-client", set_as_current=False)
         self._app.conf.update(publishing_config(settings))
+        self._app.backend_cls = settings.result_backend or None
 
     def submit(
         self,
@@ -56,20 +76,20 @@ class Client:
         *,
         agent: str,
         idempotency_key: str | None = None,
-        principal: Principal | None = None,
+        principal: Principal | Mapping[str, Any] | None = None,
         metadata: Mapping[str, JsonValue] | None = None,
-        on_finish: OnFinish | str | None = None,
+        on_finish: OnFinish | Mapping[str, str] | str | None = None,
     ) -> Run:
         """Accept a goal and return at once. From then on the run will end, whatever else fails.
 
         `on_finish` names a Celery task (on the queue `celery` unless an `OnFinish` says another)
         that is called with `result`, the `FinalResult` as a dict, once the run has ended: at least
-        once, each time under the task id `<run>.finished`.
+        once, each time under a task id that begins with `<run>.finished`.
 
         The same `idempotency_key` (within a tenant) gives the same run. Raises `InvalidInput`,
         `AgentError` or `RedisUnavailable`; then nothing was written.
         """
-        run_id = accept_goal(
+        accepted = accept_goal(
             self.store,
             goal,
             agent=agent,
@@ -79,9 +99,10 @@ class Client:
             idempotency_key=idempotency_key,
             on_finish=on_finish,
         )
-        store_started(self._app, run_id)
-        publish(self._app, self.store, NextStep(run_id, 0))
-        return Run(self.store, run_id, self._app)
+        if accepted.created:
+            store_started(self._app, self.store, accepted.run_id)
+            publish(self._app, self.store, NextStep(accepted.run_id, 0))
+        return Run(self.store, accepted.run_id, self._app)
 
     def get(self, run_id: str) -> Run:
         """The run of this id; `RunNotFound` where there is none."""
@@ -166,33 +187,63 @@ class Run:
     def events(self, after: str | None = None) -> Iterator[Event]:
         """Every event, then those to come as they happen; ends with the run.
 
-        `after` is the id of the last event seen. Where the cap has dropped events in between, a
-        `gap` comes first.
+        `after` is the id of the last event seen ("0", like None, for all); anything else is
+        `InvalidInput`. Where the cap may have dropped events in between, at first or while they
+        are read, a `gap` comes in their place: its id is that of the last event before it.
         """
-        if self._has_gap(after):
-            yield Event(id=after or "0", at=time.time(), type="gap", run=self.id)
-        after = after or "0"
+        return self._follow(_check_event_id(after))
+
+    def _follow(self, after: str) -> Iterator[Event]:
         while True:
             ended = self._store.read_run(self.id).stop_reason is not None
             found = self._store.read_events(self.id, after, block=None if ended else LOOK_EVERY)
+            # Looked at after the read: an event that is still kept now was kept then.
+            if found and self._may_have_gap(after):
+                yield Event(id=after, at=time.time(), type="gap", run=self.id)
             for event in found:
                 yield event
                 after = event.id
             if ended and not found:
                 return
 
+    def _may_have_gap(self, after: str) -> bool:
+        """Whether the event `after` has been dropped, and so perhaps some that followed it."""
+        first = self._store.first_event(self.id)
+        if first is None:
+            return False
+        if after == BEGINNING:
+            return first.type != "run.created"
+        return _order(first.id) > _order(after)
+
     def cancel(self, reason: str = "cancelled by the caller") -> None:
         """End the run now. Can't be lost, needs no worker, and is no error when done twice.
 
-        Raises `RunFinished` where the run has ended otherwise.
+        Of `reason`, the first thousand characters are kept, in the run's `error`. Raises
+        `RunFinished` where the run has ended otherwise.
         """
-        ended = cancel_run(self._store, self.id, reason)
+        if not isinstance(reason, str):
+            raise InvalidInput("the reason of a cancel is a text")
+        ended = cancel_run(self._store, self.id, scrub(reason[:MAX_REASON_CHARS]))
         if ended.outcome is Outcome.STALE:
             raise RunNotFound(f"no run {self.id}: nothing to cancel")
         if ended.outcome is Outcome.ALREADY and ended.stop_reason is not StopReason.CANCELLED:
             raise RunFinished(
                 f"run {self.id} has already ended {ended.stop_reason}; nothing was changed"
             )
+
+    def questions(self) -> dict[str, str]:
+        """What the model asks the user and waits for: call id -> question."""
+        return self._store.read_questions(self.id)
+
+    def reply(self, text: str, *, call: str | None = None) -> None:
+        """Answer what the model has asked (an agent with `clarify`); the run then goes on.
+
+        `call` says which question, where several are open. Raises `InvalidInput` where there is no
+        such question, or it was answered meanwhile.
+        """
+        if not isinstance(text, str) or not text.strip():
+            raise InvalidInput("the reply is empty; say in words what the model wants to know")
+        publish(self._app, self._store, answer_question(self._store, self.id, text, call))
 
     def limits(self) -> Limits:
         """The limits of the run's agent, as the workers announce them; else those of the run."""
@@ -223,15 +274,20 @@ class Run:
         """What was sent to the model and what came back, decisions and results, in order."""
         return self._store.read_trace(self.id)
 
-    def _has_gap(self, after: str | None) -> bool:
-        first = self._store.first_event(self.id)
-        if first is None:
-            return False
-        if after is None:
-            return first.type != "run.created"
-        return _order(first.id) > _order(after)
+
+def _check_event_id(after: object) -> str:
+    """The id as Redis writes it; ids that mean the beginning become `BEGINNING`."""
+    if after is None or after == BEGINNING:
+        return BEGINNING
+    found = EVENT_ID.fullmatch(after) if isinstance(after, str) else None
+    if found is None or max(map(int, found.groups())) >= 2**64:
+        raise InvalidInput(
+            "after is the id of an event, such as 1764480000000-0, or 0 for all events"
+        )
+    ms, number = map(int, found.groups())
+    return f"{ms}-{number}" if ms or number else BEGINNING
 
 
 def _order(event_id: str) -> tuple[int, int]:
     ms, _, number = event_id.partition("-")
-    return int(ms), int(number or 0)
+    return int(ms), int(number)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 from runner.settings import Settings
 
 
 def publishing_config(settings: Settings) -> dict[str, Any]:
     return {
-        "broker_url": settings.queue_url,
+        "broker_url": _broker_url(settings.queue_url),
         # Nothing but JSON is ever sent or read: a pickle from a stranger is refused, not run.
         "task_serializer": "json",
         "accept_content": ["json"],
@@ -39,3 +40,12 @@ def publishing_config(settings: Settings) -> dict[str, Any]:
             "health_check_interval": 5,
         },
     }
+
+
+def _broker_url(url: str) -> str:
+    """The URL as Kombu spells it: a socket in the file system has a scheme of its own there."""
+    if not url.startswith("unix:"):
+        return url
+    parts = urlsplit(url)
+    database = dict(parse_qsl(parts.query)).get("db", "0")
+    return f"redis+socket://{parts.path}?virtual_host={database}"

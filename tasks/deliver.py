@@ -27,7 +27,8 @@ def deliver(app: Celery, store: RunStore, run_id: str) -> None:
     result = store.result_of(record)
     if result is None:
         return
-    store_ended(app, result)
+    if store.settings.result_backend:
+        store_ended(app, result)
     on_finish = record.on_finish
     if on_finish is not None:
         app.send_task(
@@ -41,9 +42,9 @@ def deliver(app: Celery, store: RunStore, run_id: str) -> None:
     store.settle_run(record)
 
 
-def store_started(app: Celery, run_id: str) -> None:
+def store_started(app: Celery, store: RunStore, run_id: str) -> None:
     """Let `AsyncResult(run_id)` say `STARTED`, where a result backend is set."""
-    if not app.conf.result_backend:
+    if not store.settings.result_backend:
         return
     try:
         app.backend.store_result(run_id, None, states.STARTED)
@@ -52,8 +53,6 @@ def store_started(app: Celery, run_id: str) -> None:
 
 
 def store_ended(app: Celery, result: FinalResult) -> None:
-    if not app.conf.result_backend:
-        return
     match result.stop_reason:
         case StopReason.COMPLETED:
             app.backend.store_result(result.run_id, result.model_dump(mode="json"), states.SUCCESS)

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, ClassVar
 
 from billiard.exceptions import Terminated, WorkerLostError
+from celery.worker import state as worker_state
 from celery.worker.request import Request
 
-from runner.loop import Loop
+from runner.errors import CeleriacError
+from runner.loop import Loop, cancel_run
+from runner.store import RunStore
 from tasks.hints import publish
 
+logger = logging.getLogger(__name__)
+
 HIDDEN = "{...}"
+
+REVOKED = "revoked through Celery"
+"""The reason of a cancel that came as a revoke."""
+
+
+def cancel_if_revoked(store: RunStore, run_id: str) -> bool:
+    """Cancel a run whose id was revoked while it had no record; this process remembers for hours.
+
+    A revoke is heard by every worker, so the one that takes the start, or else the first step,
+    knows of it.
+    """
+    if run_id not in worker_state.revoked:
+        return False
+    try:
+        cancel_run(store, run_id, REVOKED)
+    except CeleriacError as error:
+        logger.warning("run=%s was revoked and can't be cancelled yet: %s", run_id, error)
+        return False
+    return True
 
 
 class HiddenRequest(Request):
@@ -19,16 +44,29 @@ class HiddenRequest(Request):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._argsrepr = self._kwargsrepr = HIDDEN
+        # The task's id is the run's: what Celery would store for a start, when the sender wants its
+        # result, would stand in the way of the run's own.
+        self._request_dict["ignore_result"] = True
 
     def info(self, safe: bool = False) -> dict[str, Any]:  # noqa: ARG002 - never the real ones
         shown: dict[str, Any] = super().info(safe=True)
         return shown
+
+    def terminate(self, pool: Any, signal: Any = None) -> None:
+        """Nothing is ended: a start takes a moment, and its run is cancelled right after it."""
 
 
 class StepRequest(Request):
     """For `celeriac.step`: a thread can't be killed, but its model call can be let go of."""
 
     loop: ClassVar[Loop]
+
+    def revoked(self) -> bool:
+        """Asked before the step is begun: here a revoke that came before the run is made good."""
+        # A start in a process of its own has no part in what this process remembers.
+        cancel_if_revoked(self.loop.store, self.id.partition(".")[0])
+        revoked: bool = super().revoked()
+        return revoked
 
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:  # noqa: ARG002
         """A cold stop: the step's thread lets go, and another worker takes the step."""

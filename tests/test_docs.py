@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import inspect
 import re
 import shlex
@@ -26,6 +27,8 @@ from runner.profiles import PROFILES, profile_for
 from runner.scripts import ScriptText, load_script, script_names
 from runner.settings import Settings
 from runner.store import Outcome
+from runner.testing import ScriptedModel, run_agent
+from runner.testing import calls as turn
 from support.fleet import Fleet, fleet, url_of, valkey
 from support.model_server import ModelServer, Reply, calls, final
 from tasks import Client, Run
@@ -90,8 +93,8 @@ def test_every_python_block_says_how_it_is_tested(path: Path) -> None:
 
 def test_the_readme_has_examples() -> None:
     hows = [block.how for block in blocks_of(ROOT / "README.md") if block.how]
-    assert hows[:2] == ["file shop/agents.py", "file test_agents.py"]
-    assert hows[2:] == ["run"] * 3
+    assert hows[:3] == ["file shop/agents.py", "file test_agents.py", "file shop/careful.py"]
+    assert hows[3:] == ["run"] * 3
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +120,24 @@ def test_the_readmes_own_test_passes(shop: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
+
+
+def test_the_readmes_careful_agent_is_careful(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(shop))
+    careful: Agent = importlib.import_module("shop.careful").careful
+    weather = [turn(("get_weather", {"city": city})) for city in ("Rome", "Oslo", "Bonn", "Ulm")]
+    order = turn(("get_order", {"order_id": "A001"}))
+
+    model = ScriptedModel(["It was delivered.", *weather, order, "Delivered.", "A001 was."])
+    result = run_agent(careful, "Where is it?", model=model)
+
+    assert result.answer == "A001 was."
+    told = [each["content"] for each in model.requests[-1].messages if each["role"] == "tool"]
+    assert ["RuntimeError" in content for content in told[:2]] == [True, True]
+    assert told[2] == "mild, as of this morning"
+    assert "CALL_LIMIT" in told[3]
+    asked_again = [each.messages[-1]["content"] for each in model.requests[1::6]]
+    assert ["evidence" in asked_again[0], "its number" in asked_again[1]] == [True, True]
 
 
 slow = threading.Event()

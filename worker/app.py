@@ -19,7 +19,7 @@ from tasks.agent import add_tasks
 from tasks.hints import CALL_TOOL
 from tasks.recover import Recoverer
 from worker.checks import check_start
-from worker.config import HARD_LIMIT_MARGIN, worker_config
+from worker.config import HARD_LIMIT_MARGIN, merge_config, worker_config
 from worker.control import replace_revoke
 from worker.shutdown import Drain
 
@@ -38,7 +38,7 @@ def make_app(settings: Settings, agents: Agents, *, pool: str = "prefork") -> Ce
     app = Celery("celeriac")
     app.conf.update(worker_config(settings))
     if settings.celery_config:
-        _add_config(app, settings.celery_config)
+        _add_config(app, settings)
     store = RunStore(settings)
     # Only a pool of processes can end one of them without ending the others' work.
     kill = end_process if pool == "prefork" else None
@@ -108,14 +108,17 @@ def run_worker(
     return code
 
 
-def _add_config(app: Celery, module: str) -> None:
+def _add_config(app: Celery, settings: Settings) -> None:
+    name = settings.celery_config
     try:
-        loaded = importlib.import_module(module)
-    except ImportError as error:
-        raise SettingsError(f"CELERIAC_CELERY_CONFIG: can't import {module!r}: {error}") from error
-    app.conf.update(
-        {name: value for name, value in vars(loaded).items() if not name.startswith("_")}
-    )
+        module = importlib.import_module(name)
+    except Exception as error:
+        # Whatever a user's module raises at import is theirs to read, in one line.
+        raise SettingsError(
+            f"CELERIAC_CELERY_CONFIG: can't import {name!r}: {type(error).__name__}: {error}"
+        ) from error
+    given = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+    app.conf.update(merge_config(settings, given))
 
 
 def end_process() -> None:

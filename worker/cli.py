@@ -65,7 +65,7 @@ NOT_REDIS = "what answers at CELERIAC_REDIS_URL isn't Redis; check host and port
 
 MAX_READ = 64 * 1024 * 1024
 MAX_ERROR = 1_000
-EVENT_ID = re.compile(r"\d{1,18}(-\d{1,18})?")
+EVENT_ID = re.compile(r"\d{1,18}-\d{1,18}|0")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -261,6 +261,24 @@ def cancel(options: argparse.Namespace) -> int:
         _say_json({"run_id": options.run, "cancelled": True})
     else:
         _say(f"cancelled {options.run}")
+    return DONE
+
+
+def reply(options: argparse.Namespace) -> int:
+    with _client(_settings()) as client:
+        run = client.get(options.run)
+        questions = run.questions()
+        if options.text is not None:
+            run.reply(_read_goal(options.text), call=options.call)
+    if options.json:
+        _say_json(
+            {"run_id": options.run, "questions": questions, "replied": options.text is not None}
+        )
+    elif options.text is not None:
+        _say(f"replied to {options.run}")
+    else:
+        lines = [f"{call}  {question}" for call, question in questions.items()]
+        _say("\n".join(lines) or "no open question")
     return DONE
 
 
@@ -494,6 +512,11 @@ def make_parser() -> argparse.ArgumentParser:
 
     one = _add_run(add(events, "show a run's events as they happen, until it ends"))
     one.add_argument("--after", metavar="ID", help="the id of the last event already seen")
+    _add_json(one)
+
+    one = _add_run(add(reply, "answer what a model asks; without a text, show the question"))
+    one.add_argument("text", nargs="?", metavar="TEXT", help="- is standard input")
+    one.add_argument("--call", metavar="ID", help="needed where several questions are open")
     _add_json(one)
 
     one = _add_run(add(cancel, "end a run now"))

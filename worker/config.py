@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from runner.settings import STEPS_QUEUE, Settings
@@ -10,10 +11,34 @@ from tasks.config import publishing_config
 HARD_LIMIT_MARGIN = 10.0
 """Seconds beyond a tool's timeout and grace after which its parent kills the child regardless."""
 
+PROMISES = {
+    "broker_url": "use CELERIAC_BROKER_URL",
+    "broker_read_url": "use CELERIAC_BROKER_URL",
+    "broker_write_url": "use CELERIAC_BROKER_URL",
+    "broker_transport": "use CELERIAC_BROKER_URL",
+    "result_backend": "use CELERIAC_RESULT_BACKEND",
+    "task_default_queue": "the queues' names are fixed",
+    "task_acks_late": "the run's record recovers what is lost",
+    "task_reject_on_worker_lost": "the run's record recovers what is lost",
+    "task_ignore_result": "Celery's own result would stand in for the run's",
+    "task_store_errors_even_if_ignored": "a refusal would stand in for a run's end",
+    "task_always_eager": "a step would run inside the one before it",
+    "worker_prefetch_multiplier": "a hint in a worker's hands can't be seen",
+    "worker_disable_prefetch": "a hint in a worker's hands can't be seen",
+}
+"""Settings that what we promise rests on, each with the cure where somebody has changed it."""
+
 
 def worker_config(settings: Settings) -> dict[str, Any]:
     config = publishing_config(settings)
     return config | {
+        # Said even where they are the same or none: a check at the start compares with these.
+        "broker_read_url": config["broker_url"],
+        "broker_write_url": config["broker_url"],
+        "broker_transport": None,
+        "result_backend": settings.result_backend or None,
+        "task_store_errors_even_if_ignored": False,
+        "task_always_eager": False,
         # A queue with a name of our own: two apps on the default one discard each other's tasks.
         "task_default_queue": STEPS_QUEUE,
         # A message is acknowledged as it comes: the run's record recovers whatever is lost later.
@@ -38,3 +63,12 @@ def worker_config(settings: Settings) -> dict[str, Any]:
         # Our log lines keep their own form, and a tool's print isn't turned into a warning.
         "worker_redirect_stdouts": False,
     }
+
+
+def merge_config(settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What an operator's module adds: options of the transport are added to ours, one by one."""
+    ours = worker_config(settings)["broker_transport_options"]
+    options = given.get("broker_transport_options")
+    if not isinstance(options, Mapping):
+        return dict(given)
+    return {**given, "broker_transport_options": {**ours, **options}}

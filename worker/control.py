@@ -7,6 +7,7 @@ it becomes the run's cancel, which is written down; the interrupt of what runs f
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 from celery.worker import state as worker_state
@@ -17,11 +18,13 @@ from runner.errors import CeleriacError
 from runner.keys import RUN_ID
 from runner.loop import cancel_run
 from runner.models import StopReason
-from runner.store import RunStore
+from runner.store import Outcome, RunStore
+from tasks.requests import REVOKED
 
 logger = logging.getLogger(__name__)
 
-REASON = "revoked through Celery"
+OUR_TASK = re.compile(rf"({RUN_ID.pattern})(\.[0-9]+){{0,2}}")
+"""A run's start, its steps and its calls. `<run>.finished` is a task of the user's."""
 
 
 def replace_revoke(store: RunStore) -> None:
@@ -38,23 +41,28 @@ def replace_revoke(store: RunStore) -> None:
     ) -> Any:
         """Cancel the runs that these task ids belong to; any other id is left to Celery."""
         ids = list(task_id) if isinstance(task_id, list | tuple | set) else [task_id]
-        cancelled = [each for each in ids if _cancel(store, str(each))]
-        # Hints of theirs that still come need no look at Redis.
-        worker_state.revoked.update(cancelled)
-        others = [each for each in ids if each not in cancelled]
+        ended = [each for each in ids if _end_run(store, str(each))]
+        others = [each for each in ids if each not in ended]
         if not others:
-            return {"ok": f"runs of tasks {cancelled} cancelled"}
+            return {"ok": f"runs of tasks {ended} cancelled, or ended before"}
         return celery_revoke(state, others, terminate=terminate, signal=signal, **options)
 
 
-def _cancel(store: RunStore, task_id: str) -> bool:
-    """Whether the task belongs to a run of ours that is cancelled now."""
-    run_id = task_id.partition(".")[0]
-    if not RUN_ID.fullmatch(run_id):
+def _end_run(store: RunStore, task_id: str) -> bool:
+    """Whether the task belongs to a run of ours that has ended, by this or before."""
+    found = OUR_TASK.fullmatch(task_id)
+    if found is None:
         return False
+    run_id = found[1]
+    # Noted before the look: a run that gets its record after it finds the note (tasks/requests.py).
+    worker_state.revoked.add(run_id)
     try:
-        ended = cancel_run(store, run_id, REASON)
+        ended = cancel_run(store, run_id, REVOKED)
     except CeleriacError as error:
-        logger.warning("run=%s can't be cancelled by revoke: %s", run_id, error)
+        logger.warning("run=%s can't be cancelled by revoke yet: %s", run_id, error)
         return False
-    return ended.stop_reason is StopReason.CANCELLED
+    if ended.outcome is Outcome.STALE:
+        return False
+    if ended.stop_reason is not StopReason.CANCELLED:
+        worker_state.revoked.discard(run_id)  # it had ended otherwise, and may be resumed
+    return True

@@ -453,7 +453,7 @@ def test_r47_runs_dont_notice_that_flower_is_killed(stage: Stage) -> None:
     tracebacks = stage.fleet.logs().count("Traceback")
     try:
         stage.fleet.wait_for(lambda: flower.ask("/api/workers")[0] == 200, timeout=30)
-        turns = [calls(("ping", {})) for _ in range(5)]
+        turns = [calls(("add", {"a": n, "b": n})) for n in range(5)]
         runs = [stage.submit(by_turn(turns), agent="watched") for _ in range(20)]
         stage.fleet.wait_for(lambda: any(run.status() is RunStatus.FINISHED for run in runs))
     finally:
