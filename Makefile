@@ -45,6 +45,10 @@ lint: $(VENV)/ready  ## Check style and types
 soak: $(VENV)/ready  ## Run what takes minutes; CELERIAC_SOAK_SCALE=0.04 makes it one
 	@$(BIN)/python -m pytest -m soak -rA tests/faults
 
+.PHONY: chaos
+chaos: $(VENV)/ready  ## Kill, freeze, lose and double all that can be; CELERIAC_CHAOS_SEED=7 repeats one
+	@$(BIN)/python -m pytest -m chaos -s tests/chaos
+
 .PHONY: test-all
 test-all:  ## Pass the tests on every Python from 3.11 up that is found
 	@found=0; for minor in 11 12 13 14 15; do \

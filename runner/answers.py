@@ -12,16 +12,23 @@ from runner.errors import ToolError
 FENCE = re.compile(r"\A\s*```(?:json)?\s*\n(.*)\n\s*```\s*\Z", re.DOTALL)
 
 ANNOUNCEMENT = re.compile(
-    r"\A\W*(?:(?:ok(?:ay)?|sure|certainly|of course|alright|great|hmm)\b\W*)?"
-    r"(?:let me|let's|i(?:'|\u2019)?ll|i will|i am going to|i(?:'|\u2019)m going to|i need to|"
-    r"one moment|please wait|hold on|give me a (?:moment|second))\b",
+    r"(?:let me|let us|let's|i'll|i will|i(?:'m| am) going to|i need to|i(?:'m| am) (?=\w+ing))\s*"
+    r"(?:(?:just|first|now|also|quickly|go ahead and|try to|have to|need to|take|have|do|a|another|"
+    r"quick|closer|moment to)\s+){0,4}"
+    r"(?:(?:check|look|search|fetch|verify|investigate|retrieve|query|review|read|find)(?:ing)?\b"
+    r"|see (?:if|what|whether|which)\b|see\W*$|(?:get|pull)(?:ting|ing)?(?: up)? "
+    r"(?:that|this|the|these|those|your|some|more)\b(?! straight)|(?:start|begin) by \w+ing\b)"
+    r"|(?:one|just a|give me a) (?:moment|second)\b|hold on\W*$|hang on\W*$"
+    r"|please wait(?:\W*$| (?:while|a moment)\b)|(?:this|it) (?:may|will|might) take a",
     re.IGNORECASE,
 )
-LOOKS = re.compile(
-    r"\b(?:check|checking|look|looking|search|searching|fetch|find|see|verify|investigate|"
-    r"retrieve|get|pull|query|review|read|moment|wait|start|begin)\b",
-    re.IGNORECASE,
-)
+"""How a sentence starts that only says what its speaker is about to do."""
+
+LEAD = re.compile(r"\W*(?:(?:ok(?:ay)?|sure|certainly|of course|alright|great|hmm)\b\W*)?", re.IGNORECASE)
+ENDS = re.compile(r"(?<=[.!\n\u2026])\s+")
+ANSWERS = re.compile(r"\?|:\s*\S|\bi need to \w+ (?:\w+ )*your?\b", re.IGNORECASE)
+"""A question to the user, or what comes behind a colon: more than an announcement."""
+
 MAX_ANNOUNCEMENT_CHARS = 200
 
 
@@ -70,10 +77,12 @@ def find_fault(agent: Agent, draft: Draft) -> str | None:
 
 def _announced(agent: Agent, text: str) -> str | None:
     """Whether a model with tools only says what it is about to do, as one that forgot the call."""
-    said = text.strip()
-    if not agent.tools or len(said) > MAX_ANNOUNCEMENT_CHARS:
+    said = text.strip().replace("\u2019", "'")
+    if not agent.tools or len(said) > MAX_ANNOUNCEMENT_CHARS or ANSWERS.search(said):
         return None
-    if not ANNOUNCEMENT.match(said) or not LOOKS.search(said) or any(c.isdigit() for c in said):
+    sentences = [LEAD.sub("", each, count=1) for each in ENDS.split(said)]
+    announced = [bool(ANNOUNCEMENT.match(each)) for each in sentences if each]
+    if not announced or not all(announced):
         return None
     return (
         "You said what you are about to do, which is not an answer. "

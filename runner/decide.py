@@ -55,7 +55,7 @@ def decide_calls(
             )
         elif error is None:
             error = _exceeded(agent, call.name, used, by_tool[call.name], limits)
-        if error is None and call.name != ask_user.name:
+        if error is None and agent.toolbox.get(call.name) is not ask_user:
             used += 1
             by_tool[call.name] += 1
             if effect is not None:

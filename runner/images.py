@@ -30,6 +30,8 @@ class Image:
     media_type: str = "image/png"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.data, bytes):  # else it fails much later, where it is encoded
+            raise TypeError(f"an Image's data is bytes, not {type(self.data).__name__}")
         if self.media_type not in MEDIA_TYPES:
             raise ValueError(f"an Image is one of {', '.join(MEDIA_TYPES)}")
         if not 0 < len(self.data) <= MAX_IMAGE_BYTES:

@@ -10,6 +10,9 @@ from typing import Any
 
 HIDDEN = "***"
 
+ESCAPE = "\\u"
+"""JSON may spell any name with it, so a text that holds one has to be read to be known."""
+
 
 def redact(value: Any, names: frozenset[str]) -> Any:
     """JSON data with the value of every field of these names hidden, at any depth.
@@ -32,7 +35,7 @@ def _redact(value: Any, names: frozenset[str]) -> Any:
             }
         case list() | tuple():
             return [_redact(each, names) for each in value]
-        case str() if any(name in value.casefold() for name in names):
+        case str() if ESCAPE in value or any(name in value.casefold() for name in names):
             return _redact_text(value, names)
         case _:
             return value

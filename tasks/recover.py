@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 SWEEP_EVERY = 60.0
-"""Seconds between two looks at whether every unfinished run is in `due`: it always should be."""
+"""Seconds between two looks at whether every unfinished run is in `due`, as it should be."""
 
 
 class Recoverer:
@@ -53,14 +53,20 @@ class Recoverer:
                 logger.warning("run=%s can't be recovered: %s", run_id, type(error).__name__)
         return len(run_ids)
 
+    def _sweep(self) -> None:
+        """Announce the agents (again: Redis may have lost them), and care for what nobody does."""
+        store, agents = self._loop.store, self._loop.agents
+        store.publish_agents({name: agent.limits for name, agent in agents.items()})
+        if swept := store.sweep_runs():
+            logger.error("%d runs were in nobody's care; they are due again", swept)
+
     def _run(self) -> None:
         sweep_at = 0.0
-        while not self._stopped.wait(self._every):
+        while not self._stopped.is_set():
             try:
                 if time.monotonic() >= sweep_at:
+                    self._sweep()
                     sweep_at = time.monotonic() + SWEEP_EVERY
-                    if swept := self._loop.store.sweep_runs():
-                        logger.error("%d runs were in nobody's care; they are due again", swept)
                 while self.recover_due() and not self._stopped.is_set():
                     pass
             except CeleriacError as error:
@@ -68,3 +74,4 @@ class Recoverer:
             except Exception:
                 # Without this thread a lost hint is lost for good: it must survive anything.
                 logger.exception("recovery failed; next look in %s s", self._every)
+            self._stopped.wait(self._every)

@@ -89,7 +89,6 @@ def run_worker(
     store = RunStore(settings)
     store.check()
     check_start(app, store, settings, queue=queue, pool=pool)
-    store.publish_agents({name: agent.limits for name, agent in agents.items()})
     store.close()
     # One line for each request, with its URL, is the SDK's habit and not ours.
     logging.getLogger("httpx2").setLevel(logging.WARNING)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field
 
-from runner import Agent
-from runner.answers import read_answer
+from runner import Agent, Draft, Evidence, ToolError, tool
+from runner.answers import MAX_ANNOUNCEMENT_CHARS, find_fault, read_answer
 
 
 class Answer(BaseModel):
@@ -79,3 +79,149 @@ def test_only_the_first_faults_are_told() -> None:
     _, problem = read_answer(agent, str(["x"] * 500).replace("'", '"'))
     assert problem is not None
     assert len(problem) < 1500
+
+
+# --- announcements -----------------------------------------------------------------------------
+
+
+@tool
+def look() -> str:
+    """Look somewhere."""
+    raise AssertionError("an answer is checked without running anything")
+
+
+ABLE = Agent(name="a", tools=[look])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Let me check the order...",
+        "Let me check.",
+        "Let me see",
+        "Let me see what I can find.",
+        "Let me take a look at that for you.",
+        "let me just quickly look that up",
+        "Let me pull up the order.",
+        "Let me start by reading the file.",
+        "Let me check order A001.",
+        "Let's check the stock first.",
+        "I'll check the order.",
+        "I\u2019ll look into it right away!",
+        "I will now search the catalogue.",
+        "I am going to fetch the report.",
+        "I'm going to verify that.",
+        "I'm checking the order now.",
+        "I need to check the order first.",
+        "Sure! Let me check the order. One moment, please.",
+        "Okay, I'll get that for you. This may take a moment.",
+        "Of course, let me find the order status:",
+        "One moment please.",
+        "Please wait while I look.",
+        "**Let me check the order**",
+        "\n  Let me check the order\n\nPlease wait a moment.\n",
+    ],
+)
+def test_what_only_says_what_is_about_to_be_done_is_no_answer(text: str) -> None:
+    _, problem = read_answer(ABLE, text)
+    assert problem is not None
+    assert "Call the tool now" in problem
+    assert read_answer(PLAIN, text) == (text, None), "without tools there is nothing to call"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "Yes.",
+        "I'll be brief: yes",
+        "Let me know if you need more.",
+        "Let me know if you want to see more.",
+        "I'll get straight to it, yes.",
+        "I'll get straight to the point: no.",
+        "Let me be clear, you can't get a refund.",
+        "Let me look: it was shipped on Monday.",
+        "I'll start with the good news, the refund was approved.",
+        "I will not look into other people's orders.",
+        "I won't check that.",
+        "I'm going to be honest, I could not find the order.",
+        "I need to see your receipt before I can start.",
+        "I need to verify your identity first.",
+        "I need to know your order number before I can check it.",
+        "I'll need your order number to find it.",
+        "Let me check. The order was shipped.",
+        "Let's see... the order was shipped.",
+        "Shall I check the order?",
+        "Let me check: which order do you mean?",
+        "I'll see you tomorrow!",
+        "I'll wait for your reply.",
+        "Please wait for the parcel; it arrives soon.",
+        "Hold on to the receipt, you will need it to get the money back.",
+        "The order is being checked; let me know if it takes long.",
+        "I checked the order and it is fine.",
+        "Checking the stock takes a day.",
+        "Letters are read on Mondays.",
+        "I'm reading between the lines" + " of it" * 40,
+        "Let me check " + "x" * MAX_ANNOUNCEMENT_CHARS,
+    ],
+)
+def test_a_short_answer_that_sounds_like_it_is_final(text: str) -> None:
+    assert read_answer(ABLE, text) == (text, None)
+
+
+def test_an_answer_of_a_type_is_no_announcement_whatever_it_says() -> None:
+    agent = Agent(name="a", tools=[look], output_type=str)
+    assert read_answer(agent, '"Let me check the order."') == ("Let me check the order.", None)
+
+
+# --- validators --------------------------------------------------------------------------------
+
+DRAFT = Draft(goal="go", text="Rome", answer="Rome")
+
+
+def test_the_first_validator_that_finds_fault_is_heard_and_no_other() -> None:
+    heard: list[str] = []
+
+    def accept(draft: Draft) -> str | None:
+        heard.append(f"accept {draft.text}")
+        return None
+
+    def refuse(draft: Draft) -> str | None:
+        return f"{draft.answer} isn't a country"
+
+    def never(draft: Draft) -> str | None:
+        raise AssertionError("the one before has found fault")
+
+    fault = find_fault(Agent(name="a", validators=[accept, refuse, never]), DRAFT)
+    assert fault == "Your answer was not accepted: Rome isn't a country"
+    assert heard == ["accept Rome"]
+
+
+def test_without_a_fault_an_answer_stands() -> None:
+    assert find_fault(Agent(name="a"), DRAFT) is None
+    validators = [lambda draft: None, lambda draft: ""]
+    assert find_fault(Agent(name="a", validators=validators), DRAFT) is None
+
+
+def test_a_validator_that_raises_has_found_fault_and_its_text_stays_here() -> None:
+    def crash(draft: Draft) -> str | None:
+        raise KeyError("a secret")
+
+    def tell(draft: Draft) -> str | None:
+        raise ToolError("name a country")
+
+    crashed = find_fault(Agent(name="a", validators=[crash]), DRAFT)
+    assert crashed is not None
+    assert "KeyError" in crashed
+    assert "secret" not in crashed
+    told = find_fault(Agent(name="a", validators=[tell]), DRAFT)
+    assert told == "Your answer was not accepted: name a country"
+
+
+def test_where_evidence_is_required_an_answer_without_any_goes_back() -> None:
+    agent = Agent(name="a", evidence_required=True, validators=[lambda draft: "never asked"])
+    fault = find_fault(agent, DRAFT)
+    assert fault is not None
+    assert "rests on nothing" in fault
+    found = Draft(goal="go", text="Rome", answer="Rome", evidence=[Evidence(source="map")])
+    assert find_fault(Agent(name="a", evidence_required=True), found) is None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from runner import Agent, Limits, ProposedCall, tool
-from runner.decide import count_invalid, decide_calls
+from runner.decide import count_invalid, decide_calls, gives_answer
 from runner.models import ToolErrorInfo
 from runner.store import OpenCall
 
@@ -109,3 +109,95 @@ def test_the_same_look_twice_in_one_turn_runs_twice() -> None:
 
 def test_the_repeat_of_a_side_effect_that_never_ran_is_not_told_that_it_ran() -> None:
     assert errors(decide(PAY, PAY, max_tool_calls=0)) == ["CALL_LIMIT", "CALL_LIMIT"]
+
+
+# --- calls of one tool, answers and questions --------------------------------------------------
+
+
+@tool(idempotent=True, max_calls=2)
+def ring(who: str) -> str:
+    """Ring somebody up."""
+    raise AssertionError("deciding runs nothing")
+
+
+@tool(final=True)
+def submit(answer: str) -> str:
+    """Give the answer."""
+    raise AssertionError("deciding runs nothing")
+
+
+RING = ("ring", '{"who":"ann"}')
+SUBMIT = ("submit", '{"answer":"yes"}')
+QUESTION = ("ask_user", '{"question":"who?"}')
+ASKING = Agent(name="a", tools=[look, ring, submit], clarify=True)
+
+
+def decide_for_all(
+    *calls: tuple[str, str], used: int = 0, by_tool: dict[str, int] | None = None, **limits: Any
+) -> list[OpenCall]:
+    proposed = tuple(ProposedCall(f"c{n}", *call) for n, call in enumerate(calls))
+    return decide_calls(
+        ASKING,
+        proposed,
+        step=3,
+        limits=Limits(**limits),
+        used=used,
+        used_by_tool=by_tool or {},
+    )
+
+
+@pytest.mark.parametrize(("used", "runs"), [(0, 2), (1, 1), (2, 0), (9, 0)])
+def test_a_tool_runs_only_as_often_as_a_run_may_call_it(used: int, runs: int) -> None:
+    calls = decide_for_all(RING, LOOK, RING, RING, by_tool={"ring": used})
+    rings = [each for at, each in enumerate(errors(calls)) if at != 1]
+    assert rings == [None] * runs + ["CALL_LIMIT"] * (3 - runs)
+    assert errors(calls)[1] is None
+    refused = calls[-1].decision.error
+    assert refused is not None
+    assert "ring may be called 2 times" in refused.message
+
+
+def test_a_refused_call_uses_up_no_call_of_its_tool() -> None:
+    wrong = ("ring", "{}")
+    assert errors(decide_for_all(wrong, wrong, RING, RING)) == [
+        "INVALID_ARGUMENT",
+        "INVALID_ARGUMENT",
+        None,
+        None,
+    ]
+
+
+def test_an_answer_or_a_question_is_never_one_call_too_many() -> None:
+    calls = decide_for_all(LOOK, SUBMIT, QUESTION, used=5, max_tool_calls=5)
+    assert errors(calls) == ["CALL_LIMIT", None, None]
+    assert gives_answer(ASKING, calls)
+
+
+def test_only_a_final_call_that_may_run_gives_an_answer() -> None:
+    assert not gives_answer(ASKING, decide_for_all(LOOK, QUESTION, ("nope", "{}")))
+    assert not gives_answer(ASKING, decide_for_all(LOOK, ("submit", "{}")))
+    assert gives_answer(ASKING, decide_for_all(("submit", "{}"), SUBMIT))
+
+
+def test_only_a_question_that_is_asked_is_for_the_user() -> None:
+    calls = decide_for_all(QUESTION, ("ask_user", "{}"), LOOK)
+    assert [each.question for each in calls] == ["who?", None, None]
+    flood = decide_for_all(QUESTION, QUESTION, max_calls_per_turn=1)
+    assert [each.question for each in flood] == [None, None]
+
+
+def test_questions_take_no_place_of_a_tools_call() -> None:
+    assert errors(decide_for_all(QUESTION, LOOK, max_tool_calls=1)) == [None, None]
+
+
+def test_a_users_own_tool_that_is_called_like_the_question_counts_as_any_other() -> None:
+    @tool(idempotent=True, max_calls=1)
+    def ask_user(question: str) -> str:
+        """Ask by post."""
+        raise AssertionError("deciding runs nothing")
+
+    agent = Agent(name="a", tools=[ask_user])
+    proposed = tuple(ProposedCall(f"c{n}", *QUESTION) for n in range(2))
+    calls = decide_calls(agent, proposed, step=0, limits=Limits(), used=0)
+    assert errors(calls) == [None, "CALL_LIMIT"]
+    assert [each.question for each in calls] == [None, None]

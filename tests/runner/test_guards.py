@@ -1,4 +1,4 @@
-"""A run that gets nowhere is told so, and ended if that changes nothing; one that moves never is."""
+"""A run that gets nowhere is told so, and ended if that changes nothing; others never are."""
 
 from __future__ import annotations
 

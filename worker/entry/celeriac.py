@@ -63,6 +63,8 @@ def find_clash() -> str | None:
 def find_shadow() -> str | None:
     """One line about the first module found in place of one that we depend on; None is well."""
     for name, part in DEPENDENCIES.items():
+        if name in sys.modules:
+            continue  # imported already, so that this is what is used
         spec = importlib.util.find_spec(name)
         # One that isn't installed at all is an ImportError that says so.
         if spec is None or spec.origin is None:
