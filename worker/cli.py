@@ -3,7 +3,7 @@
 | code | meaning |
 |---|---|
 | 0   | done; for `run` and `submit --wait`: the run ended `COMPLETED` |
-| 1   | the run ended otherwise (its stop reason says how); `ping`: no answer |
+| 1   | the run ended otherwise (its stop reason says how); `ping`: no answer; `check`: a fault |
 | 2   | bad input or configuration; nothing was changed |
 | 3   | Redis can't be reached, or what answers isn't Redis |
 | 4   | there is no such run |
@@ -46,7 +46,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 EXIT_CODES = """\
 exit codes:
   0    done; for run and submit --wait: the run ended COMPLETED
-  1    the run ended otherwise; ping: no worker answered
+  1    the run ended otherwise; ping: no worker answered; check: a fault
   2    bad input or configuration; nothing was changed
   3    Redis can't be reached, or what answers isn't Redis
   4    no such run
@@ -317,6 +317,18 @@ def trace(options: argparse.Namespace) -> int:
     return DONE
 
 
+def check(options: argparse.Namespace) -> int:
+    from runner.invariants import check_run
+
+    with _client(_settings()) as client:
+        faults = check_run(client.store, client.get(options.run).id)
+    if options.json:
+        _say_json({"run_id": options.run, "faults": faults})
+    else:
+        _say("\n".join(faults) or f"{options.run} breaks no rule")
+    return ENDED_OTHERWISE if faults else DONE
+
+
 # --- what the commands share -------------------------------------------------------------------
 
 
@@ -526,6 +538,9 @@ def make_parser() -> argparse.ArgumentParser:
     one = _add_run(add(resume, "take a run up again that a limit or an error has ended"))
     one.add_argument("--max-steps", type=_positive, metavar="N", help="so many more steps")
     one.add_argument("--timeout", type=_seconds, metavar="S", help="so many more seconds")
+    _add_json(one)
+
+    one = _add_run(add(check, "hold a run's record against the rules that every run keeps"))
     _add_json(one)
 
     one = _add_run(add(trace, "show what each step sent, got back, decided and found"))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from runner import keys
 from runner.models import Event, FinalResult, RunStatus, StopReason
 from runner.record import RunInfo
 from support.command import COMMAND, Invoke, Ran
@@ -50,6 +51,17 @@ def test_submit_prints_the_id_of_a_run_that_then_waits_for_a_worker(
     assert (ran.code, ran.err) == (0, "")
     info = client.get(ran.out.strip()).info()
     assert (info.agent, info.status) == ("helper", RunStatus.QUEUED)
+
+
+def test_check_holds_a_run_against_the_rules(invoke: Invoke, client: Client, run: Run) -> None:
+    assert (invoke("check", run.id).code, invoke("check", NO_SUCH_RUN).code) == (0, 4)
+
+    client.store.redis.zrem(keys.DUE, run.id)
+
+    ran = invoke("check", run.id, "--json")
+    assert ran.code == 1
+    [fault] = json.loads(ran.out)["faults"]
+    assert "due" in fault
 
 
 def test_submit_with_json_prints_one_object(invoke: Invoke, client: Client) -> None:
