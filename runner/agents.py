@@ -96,6 +96,13 @@ class Agent:
             self, "output", None if self.output_type is None else TypeAdapter(self.output_type)
         )
 
+        finals = [each.name for each in self.toolbox if each.final]
+        if finals and (self.validators or self.evidence_required or self.output_type):
+            raise AgentError(
+                f"agent {self.name}: the answer that {finals[0]} gives is checked by the tool itself"
+                " (raise a ToolError, annotate what it returns); leave out validators, "
+                "evidence_required and output_type"
+            )
         if self.limits.max_cost is not None:
             named = [each for each in self.models if isinstance(each, str)]
             missing = sorted(set(named) - set(self.prices))

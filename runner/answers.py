@@ -16,6 +16,7 @@ ANNOUNCEMENT = re.compile(
     r"(?:(?:just|first|now|also|quickly|go ahead and|try to|have to|need to|take|have|do|a|another|"
     r"quick|closer|moment to)\s+){0,4}"
     r"(?:(?:check|look|search|fetch|verify|investigate|retrieve|query|review|read|find)(?:ing)?\b"
+    r"(?! forward)"
     r"|see (?:if|what|whether|which)\b|see\W*$|(?:get|pull)(?:ting|ing)?(?: up)? "
     r"(?:that|this|the|these|those|your|some|more)\b(?! straight)|(?:start|begin) by \w+ing\b)"
     r"|(?:one|just a|give me a) (?:moment|second)\b|hold on\W*$|hang on\W*$"
@@ -24,7 +25,9 @@ ANNOUNCEMENT = re.compile(
 )
 """How a sentence starts that only says what its speaker is about to do."""
 
-LEAD = re.compile(r"\W*(?:(?:ok(?:ay)?|sure|certainly|of course|alright|great|hmm)\b\W*)?", re.IGNORECASE)
+LEAD = re.compile(
+    r"\W*(?:(?:ok(?:ay)?|sure|certainly|of course|alright|great|hmm)\b\W*)?", re.IGNORECASE
+)
 ENDS = re.compile(r"(?<=[.!\n\u2026])\s+")
 ANSWERS = re.compile(r"\?|:\s*\S|\bi need to \w+ (?:\w+ )*your?\b", re.IGNORECASE)
 """A question to the user, or what comes behind a colon: more than an announcement."""

@@ -28,6 +28,7 @@ from runner.models import (
     Usage,
 )
 from runner.record import RunRecord
+from runner.render import clean
 from runner.settings import Settings
 from runner.store import Outcome, RunStore
 
@@ -171,9 +172,10 @@ class Asker:
         while True:
             left = max(0.0, renew_at - time.monotonic())
             concurrent.futures.wait([call], timeout=left if heard is None else TELL_EVERY)
+            done = call.done()  # looked at first: what came up to the end is told below
             if heard is not None and (text := heard.take()):
                 self._tell(record, text, exchange)
-            if call.done() and not call.cancelled():
+            if done and not call.cancelled():
                 return _reply_of(call)
             if not call.cancelled() and time.monotonic() < renew_at:
                 continue
@@ -196,7 +198,7 @@ class Asker:
 
     def _tell(self, record: RunRecord, text: str, exchange: int) -> None:
         """Followers that see a new `attempt` or `exchange` drop what they had of the step."""
-        data = {"text": text, "attempt": record.epoch, "exchange": exchange}
+        data = {"text": clean(text), "attempt": record.epoch, "exchange": exchange}
         try:
             self._store.add_event(
                 record.run_id,

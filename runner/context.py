@@ -120,8 +120,11 @@ def _tool_choice(agent: Agent, step: int) -> str | dict[str, Any]:
 
 
 def _call_entry(call: ProposedCall) -> dict[str, Any]:
-    return {
+    entry: dict[str, Any] = {
         "id": call.provider_id,
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }
+    if call.extra:
+        entry["extra_content"] = call.extra  # the writer sends it to the servers that want it back
+    return entry

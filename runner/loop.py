@@ -340,6 +340,7 @@ class Loop:
                 if unusable == NUDGE_AFTER:
                     corrections.append(notice(NUDGE))
                 continue
+            unusable = 0
             if isinstance(reply, ToolCalls):
                 return reply
             problem = self._check_answer(agent, record, history, reply, asked)
@@ -394,12 +395,13 @@ class Loop:
         invalid = count_invalid(calls)
         stop: tuple[StopReason, str] | None = None
         answers = gives_answer(agent, calls)
+        asks = any(call.question is not None for call in calls)
         if asked.progress.repeats(reply.calls, limits.max_repeats):
             stop = StopReason.REPEATED_ERROR, "max_repeats"
         elif record.step + 1 >= limits.max_steps and not answers:
             # Nobody would read the results: the calls of the last step don't run.
             stop = StopReason.MAX_STEPS, "max_steps"
-        elif record.tool_calls >= limits.max_tool_calls > 0 and not answers:
+        elif record.tool_calls >= limits.max_tool_calls > 0 and not (answers or asks):
             stop = StopReason.BUDGET_EXHAUSTED, "max_tool_calls"
         elif record.invalid_calls + invalid > limits.max_invalid_calls:
             stop = StopReason.REPEATED_ERROR, "max_invalid_calls"
@@ -466,12 +468,14 @@ class Loop:
         delay = None
         if not error.bad_response:
             delay = retry_delay(agent.model_retry, record.model_attempts + 1, error)
+        if delay is not None and delay >= record.remaining:
+            delay = None  # nobody would be there any more; another model may be sooner
         event: dict[str, Any] = {"reason": error.type, "status": error.status}
         switch = delay is None and _is_out(error) and record.model + 1 < len(agent.models)
         if switch:
             delay = 0.0
             event["model"] = self._model_name(agent.models[record.model + 1])
-        if delay is None or delay >= record.remaining:
+        if delay is None:
             return self._fail(record, error.type, str(error), asked)
         outcome = self._insist(
             self.store.park_step,
@@ -575,7 +579,8 @@ class Loop:
             case Outcome.CALLS:
                 return CallTools(run_id, lost.step, lost.calls)
             case Outcome.EXPIRED if lost.record is not None:
-                if self._gain_time(lost.record):
+                answered = lost.record.phase == "model" and lost.record.final is not None
+                if answered or self._gain_time(lost.record):
                     return NextStep(run_id, lost.record.step)
                 return self._stop(lost.record, lost.outcome)
             case Outcome.DELIVER:
@@ -699,7 +704,7 @@ class Loop:
             "epoch": record.epoch,
             "at": record.now,
             "exchanges": [_hide(exchange, hidden) for exchange in asked.exchanges],
-            "decisions": redact(decisions or [], hidden),
+            "decisions": [_hide_decision(decision, hidden) for decision in decisions or []],
         }
         if agent is not None and record.fingerprint != agent.fingerprint:
             entry["agent"] = describe_agent(agent)
@@ -723,11 +728,21 @@ class Loop:
 
 def _hide(exchange: dict[str, Any], hidden: frozenset[str]) -> dict[str, Any]:
     request = exchange["request"]
-    request = request | {"corrections": redact(request["corrections"], hidden)}
+    corrections = [
+        each | {"content": redact(each["content"], hidden)} for each in request["corrections"]
+    ]
+    request = request | {"corrections": corrections}
     shown = exchange | {"request": request}
     if "response" in exchange:
         shown["response"] = redact(exchange["response"], hidden)
     return shown
+
+
+def _hide_decision(decision: dict[str, Any], hidden: frozenset[str]) -> dict[str, Any]:
+    told = {key: redact(decision[key], hidden) for key in ("arguments", "raw_arguments")}
+    if error := decision["error"]:
+        told["error"] = error | {key: redact(error[key], hidden) for key in ("message", "fields")}
+    return decision | told
 
 
 def _is_out(error: ModelError) -> bool:
@@ -762,7 +777,9 @@ def answer_question(store: RunStore, run_id: str, text: str, call_id: str | None
         data=reply,
         output_chars=len(reply),
     )
-    outcome, turn = store.record_result(run_id, int(step), int(index), result)
+    outcome, turn = store.record_result(
+        run_id, int(step), int(index), result, hidden=frozenset(store.settings.redact)
+    )
     if outcome not in (Outcome.WAIT, Outcome.LAST):
         raise InvalidInput(f"question {call_id} of run {run_id} was answered or closed meanwhile")
     return _after_result(run_id, int(step), outcome, turn)

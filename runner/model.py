@@ -48,14 +48,15 @@ from runner.reader import (
     says_context_overflow,
     scrub,
 )
-from runner.stream import MAX_BODY_BYTES, ReplyStream, refuse_size
+from runner.stream import MAX_BODY_BYTES, MAX_RAW_CHARS, ReplyStream, refuse_size
 from runner.tools import running_call
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_BASE_URL = "https://api.openai.com/v1"
 CONNECT_TIMEOUT = 10.0
-MAX_RAW_ERROR_CHARS = 64_000
+MAX_ERROR_BYTES = 64_000
+"""How much is read of the body of an error: enough to tell what went wrong."""
 LINGER = 2.0
 """Seconds for the usage, once an answer is whole: some servers never close the stream."""
 
@@ -97,6 +98,11 @@ _EXCEPTIONS: tuple[tuple[type[Exception], RunErrorType, bool, str], ...] = (
     (TimeoutError, RunErrorType.MODEL_TIMEOUT, True, "the model's answer took too long"),
     (OSError, RunErrorType.MODEL_HTTP_ERROR, True, "the connection to the model server failed"),
 )
+
+
+class _Refusal(Exception):
+    """A response without a success status: its status, headers, and the beginning of its text."""
+
 
 _TRANSPORT = {"httpx2", "httpx", "httpcore2", "httpcore", "h11"}
 
@@ -162,7 +168,7 @@ def describe_status(
         if re.fullmatch(r"[A-Za-z][\w.\[\]-]{0,63}", word) and not (secret and secret in word)
     ]
     detail = ", ".join([f"HTTP {status}", *words])
-    raw = text[:MAX_RAW_ERROR_CHARS]
+    raw = text[:MAX_RAW_CHARS]
     return ModelError(
         f"{message} ({detail})",
         type=kind,
@@ -188,10 +194,10 @@ def describe_reported(error: ServerError, text: str, *, now: float, secret: str 
 
 def describe_exception(error: Exception, *, now: float, secret: str = "") -> ModelError:
     """The error for whatever the SDK raised. The original is dropped: its request has the key."""
-    if isinstance(error, openai.APIStatusError):
-        response = error.response
-        text = response.content.decode("utf-8", "replace")
-        return describe_status(response.status_code, response.headers, text, now=now, secret=secret)
+    refusal = error if isinstance(error, _Refusal) else error.__cause__  # wrapped by some SDKs
+    if isinstance(refusal, _Refusal):
+        status, headers, text = refusal.args
+        return describe_status(status, headers, text, now=now, secret=secret)
     for cause, kind, retryable, message in _EXCEPTIONS:
         if isinstance(error, cause):
             return ModelError(message, type=kind, retryable=retryable)
@@ -211,8 +217,9 @@ def retry_delay(retry: Retry, attempt: int, error: ModelError) -> float | None:
     """
     policy = Retrying(
         stop=stop_after_attempt(retry.max_attempts),
+        # With as much jitter as delay, the second wait might be no longer than the first.
         wait=wait_exponential_jitter(
-            multiplier=retry.initial_delay, max=retry.max_delay, jitter=retry.initial_delay
+            multiplier=retry.initial_delay, max=retry.max_delay, jitter=retry.initial_delay / 2
         ),
     )
     state = RetryCallState(retry_object=policy, fn=None, args=(), kwargs={})
@@ -379,7 +386,8 @@ def _write_call(call: Mapping[str, Any], profile: Profile) -> dict[str, Any]:
         raise _refuse_history("the arguments of a tool call are not the text of a JSON object")
     written = {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
     if profile.call_extra is not None:
-        written["extra_content"] = call.get("extra_content") or dict(profile.call_extra)
+        extra = call.get("extra_content") or dict(profile.call_extra)
+        written |= {"extra_content": extra} if extra else {}
     return written
 
 
@@ -568,7 +576,9 @@ class OpenAIModel:
                 max_retries=0,
                 # Not the SDK's default client: that one closes itself as a stray task on whatever
                 # loop runs when it is collected. A redirected POST would arrive as a GET.
-                http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False),
+                http_client=openai.DefaultAsyncHttpxClient(
+                    follow_redirects=False, event_hooks={"response": [_refuse_status]}
+                ),
             )
         raise ModelError(
             "the model client can't be made: is OPENAI_BASE_URL a URL?",
@@ -585,6 +595,19 @@ async def _post(
     async with send(**parameters) as response, aclosing(response.iter_bytes()) as pieces:
         async for piece in pieces:
             yield piece
+
+
+async def _refuse_status(response: Any) -> None:
+    """Raise for a status that is no success, before the SDK reads the body: it would read all."""
+    if response.is_success:
+        return
+    body = bytearray()
+    async with aclosing(response.aiter_bytes()) as pieces:
+        async for piece in pieces:
+            body += piece[: MAX_ERROR_BYTES - len(body)]
+            if len(body) >= MAX_ERROR_BYTES:
+                break
+    raise _Refusal(response.status_code, response.headers, body.decode("utf-8", "replace"))
 
 
 async def _take_pieces(

@@ -288,7 +288,8 @@ class ProposedCall:
 
     `provider_id` is non-empty, at most 40 characters and unique in its turn; `name` is a valid
     function name; `arguments` is JSON text of an object. What could not be read is an `error`, with
-    the text as it came in `raw_name` and `raw_arguments`.
+    the text as it came in `raw_name` and `raw_arguments`. `extra` is the call's `extra_content`,
+    which some servers want back (Gemini: its thought signature); None where there was none.
     """
 
     provider_id: str
@@ -297,6 +298,7 @@ class ProposedCall:
     error: ToolErrorInfo | None = None
     raw_name: str | None = None
     raw_arguments: str | None = None
+    extra: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ class Profile:
     `empty_content` is the content of an assistant turn that holds nothing but calls.
     `sends_reasoning`: such a turn carries the `reasoning_content` that it came with, or "".
     `id_length`: ids of calls are exactly that many letters and digits; others are replaced, in the
-    call and in its result alike. `call_extra` goes with each call that has no `extra_content`.
+    call and in its result alike. `call_extra` (None: the server takes no `extra_content`) goes with
+    each call that came without `extra_content`; a call's own is sent back as it came.
     `output_limit` is the parameter that limits the length of an answer.
     `parallel_tool_calls`, `strict_tools`, `stream_usage`: whether the server takes
     `parallel_tool_calls`, a tool's `strict` and `stream_options`; left out where it doesn't.

@@ -256,7 +256,16 @@ def _read_call(entry: Mapping[str, Any], id: str, *, cut_off: bool) -> ProposedC
         error=error,
         raw_name=None if raw_name == name else _as_text(raw_name),
         raw_arguments=None if raw_arguments == arguments else _as_text(raw_arguments),
+        extra=_read_extra(entry.get("extra_content")),
     )
+
+
+def _read_extra(given: object) -> dict[str, Any] | None:
+    """What a server wants back with a call, as it came; None where it can't be stored and sent."""
+    if not isinstance(given, dict) or not given or _find_fault(given):
+        return None
+    text = json.dumps(given, ensure_ascii=False)
+    return json.loads(text) if len(text.encode()) <= MAX_ARGUMENT_BYTES else None
 
 
 def iterate_parts(content: object, depth: int = 0) -> Iterator[tuple[str, str]]:

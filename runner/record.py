@@ -24,6 +24,7 @@ from runner.models import (
     ToolResult,
     Usage,
 )
+from runner.redact import redact
 
 BILLION = 1_000_000_000
 
@@ -125,8 +126,17 @@ def call_summary(result: ToolResult) -> dict[str, Any]:
     }
 
 
-def result_trace(step: int, result: ToolResult) -> dict[str, Any]:
-    return {"kind": "result", "step": step, "result": result.model_dump(mode="json")}
+def result_trace(step: int, result: ToolResult, hidden: frozenset[str]) -> dict[str, Any]:
+    """What a trace keeps of a result: fields called as in `hidden` without their values."""
+    shown = result.model_dump(mode="json")
+    shown |= {key: redact(shown[key], hidden) for key in ("content", "data")}
+    shown["evidence"] = [
+        each | {key: redact(each[key], hidden) for key in ("text", "data")}
+        for each in shown["evidence"]
+    ]
+    if error := shown["error"]:
+        shown["error"] = error | {key: redact(error[key], hidden) for key in ("message", "fields")}
+    return {"kind": "result", "step": step, "result": shown}
 
 
 def digest(text: str) -> str:

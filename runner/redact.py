@@ -6,6 +6,7 @@ The history that a model is sent is not touched, and neither is what a tool is h
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 HIDDEN = "***"
@@ -13,12 +14,14 @@ HIDDEN = "***"
 ESCAPE = "\\u"
 """JSON may spell any name with it, so a text that holds one has to be read to be known."""
 
+CODE = re.compile(r"\\u([0-9a-fA-F]{4})")
+
 
 def redact(value: Any, names: frozenset[str]) -> Any:
     """JSON data with the value of every field of these names hidden, at any depth.
 
     A text that is itself JSON (a response body, the arguments of a call) is looked into as well; if
-    it names such a field and can't be read, it is hidden whole.
+    it may name such a field and can't be read, it is hidden whole.
     """
     if not names:
         return value
@@ -43,10 +46,17 @@ def _redact(value: Any, names: frozenset[str]) -> Any:
 
 def _redact_text(text: str, names: frozenset[str]) -> str:
     if not text.lstrip().startswith(("{", "[", '"')):
-        return text  # prose that merely speaks of it
+        # Prose may speak of a field; what holds one (fenced JSON, an event of a stream) may not.
+        return HIDDEN if _holds_field(text, names) else text
     try:
         read = json.loads(text)
     except (ValueError, RecursionError):
         return HIDDEN
     hidden = _redact(read, names)
     return text if hidden == read else json.dumps(hidden, ensure_ascii=False)
+
+
+def _holds_field(text: str, names: frozenset[str]) -> bool:
+    plain = CODE.sub(lambda code: chr(int(code[1], 16)), text).casefold()
+    named = "|".join(re.escape(name) for name in sorted(names))
+    return re.search(rf"""["'](?:{named})\\*["']\s*:""", plain) is not None

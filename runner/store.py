@@ -54,7 +54,6 @@ from runner.record import (
     result_trace,
     usage_args,
 )
-from runner.redact import redact
 from runner.scripts import load_script, script_names
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
 
@@ -446,7 +445,7 @@ class RunStore:
                 call.starts,
                 result.model_dump_json() if result else "",
                 dump(result.content) if result else "",
-                dump(redact(result_trace(record.step, result), hidden)) if result else "",
+                dump(result_trace(record.step, result, hidden)) if result else "",
                 call.decision.name,
                 "run" if call.question is None else "asked",
             ]
@@ -581,7 +580,7 @@ class RunStore:
                 call.epoch,
                 ms(delay),
                 self.settings.max_events,
-                dump(redact(result_trace(step, result) | {"kind": "retried_result"}, hidden)),
+                dump(result_trace(step, result, hidden) | {"kind": "retried_result"}),
                 dump(call_summary(result) | {"delay": delay}),
                 passes,
             ],
@@ -626,7 +625,7 @@ class RunStore:
                 dump(result.content),
                 EVIDENCE.dump_json(result.evidence).decode() if result.evidence else "",
                 fatal.model_dump_json() if fatal else "",
-                dump(redact(result_trace(step, result), hidden)),
+                dump(result_trace(step, result, hidden)),
                 dump(call_summary(result)),
                 self._attempt_id(),
                 "" if result.ok else result.name,

@@ -215,7 +215,9 @@ class _Calls:
         arguments = function.get(next(keys, "arguments"))
         index, call_id = _read_index(entry.get("index")), _read_id(entry.get("id"))
         call = self._find(index, call_id, name)
+        extra = entry.get("extra_content")
         if call and _is_repeat(call, call_id, name, arguments):
+            call.extra = call.extra if extra is None else extra
             return
         if call is None or _is_another(call, name, arguments):
             call = _Call(index=index)
@@ -224,8 +226,7 @@ class _Calls:
         call.index = index if call.index is None else call.index
         call.add_name(name)
         call.add_arguments(arguments)
-        if entry.get("extra_content") is not None:
-            call.extra = entry["extra_content"]
+        call.extra = call.extra if extra is None else extra
 
     def _find(self, index: int | None, call_id: str, name: str) -> _Call | None:
         """The call that a delta with this address goes on with."""
@@ -544,11 +545,11 @@ class ReplyStream:
             except _Garbled:
                 if last:  # only cut off: it is judged by what came before
                     break
+                # Not the model's mistake, but the way's: no reason to tell the model of it.
                 self.fault = ModelError(
                     "the model server's stream holds an event that is not JSON",
                     type=RunErrorType.MODEL_BAD_RESPONSE,
                     retryable=True,
-                    bad_response=True,
                     usage=Usage(requests=1, known=False),
                     raw=self.as_raw(),
                 )

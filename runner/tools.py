@@ -360,7 +360,13 @@ def _check_function(function: object) -> None:
 
 
 def _check_fallback(fallback: Callable[..., Any], function: Callable[..., Any], name: str) -> None:
-    wanted, got = (list(inspect.signature(each).parameters) for each in (function, fallback))
+    try:
+        wanted, got = (list(inspect.signature(each).parameters) for each in (function, fallback))
+    except ValueError:  # a builtin
+        raise ToolDefinitionError(
+            f"tool {name}: the parameters of its fallback can't be read: wrap it in a def",
+            code="invalid_option",
+        ) from None
     if wanted != got:
         same = ", ".join(wanted) or "none"
         raise ToolDefinitionError(

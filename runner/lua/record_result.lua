@@ -47,6 +47,8 @@ end
 if redis.call('HEXISTS', KEYS[3], field .. 'decision') == 0 then
   return {'STALE'}
 end
+-- A question held no place, so its answer leaves none to a call that is held back.
+local held_place = redis.call('HGET', KEYS[3], field .. 'state') ~= 'asked'
 redis.call('HSET', KEYS[4], index, ARGV[6])
 redis.call('HSET', KEYS[3], field .. 'state', 'done', field .. 'content', ARGV[7],
   field .. 'recorded_by', ARGV[12])
@@ -57,7 +59,7 @@ if ARGV[13] ~= '' then
   redis.call('HINCRBY', KEYS[1], 'failed.' .. ARGV[13], 1)
 end
 if ARGV[14] ~= '' then
-  redis.call('HSETNX', KEYS[1], 'final', ARGV[14])
+  redis.call('HSET', KEYS[3], field .. 'final', ARGV[14])
 end
 if ARGV[15] ~= '' then
   redis.call('HSET', KEYS[3], field .. 'parts', ARGV[15])
@@ -72,8 +74,8 @@ if redis.call('HLEN', KEYS[4]) < tonumber(count) then
   for next = 0, count - 1 do
     local state = redis.call('HGET', KEYS[3], next .. '.state')
     asked = asked or state == 'asked'
-    moving = moving or state == 'queued' or state == 'running'
-    if state == 'held' then
+    moving = moving or state == 'queued' or state == 'running' or state == 'held'
+    if state == 'held' and held_place then
       redis.call('HSET', KEYS[3], next .. '.state', 'queued', next .. '.hinted', int(now))
       redis.call('ZADD', KEYS[8], 'LT', int(now + tonumber(ARGV[4])), ARGV[1])
       redis.call('HSET', KEYS[3], field .. 'turn', next)
@@ -84,6 +86,13 @@ if redis.call('HLEN', KEYS[4]) < tonumber(count) then
     redis.call('HSET', KEYS[1], 'status', 'waiting')
   end
   return {'WAIT'}
+end
+for i = 0, count - 1 do
+  -- Of several answers the first call's counts, in whatever order they came.
+  local final = redis.call('HGET', KEYS[3], i .. '.final')
+  if final then
+    redis.call('HSETNX', KEYS[1], 'final', final)
+  end
 end
 append_results(KEYS[2], KEYS[3], KEYS[5], count, '')
 redis.call('DEL', KEYS[3], KEYS[4])

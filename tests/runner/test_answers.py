@@ -154,6 +154,7 @@ def test_what_only_says_what_is_about_to_be_done_is_no_answer(text: str) -> None
         "Shall I check the order?",
         "Let me check: which order do you mean?",
         "I'll see you tomorrow!",
+        "I'm looking forward to it!",
         "I'll wait for your reply.",
         "Please wait for the parcel; it arrives soon.",
         "Hold on to the receipt, you will need it to get the money back.",

@@ -167,7 +167,6 @@ def test_a_model_that_cannot_stream_answers_all_the_same(loops: Loops) -> None:
     check_requests(loops.store, model.requests)
 
 
-@pytest.mark.xfail(reason="what comes between the look at the text and that at the call is lost")
 def test_what_comes_just_before_the_end_is_told(
     loops: Loops, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +186,6 @@ def test_what_comes_just_before_the_end_is_told(
     assert text_of(loops.events("model.delta")) == "one two"
 
 
-@pytest.mark.xfail(reason="half a character can't be written to Redis, and ends the run")
 @pytest.mark.parametrize("pieces", [["a \ud83d", "\ude00 b"], ["a \ud800 b"]])
 def test_pieces_that_hold_half_a_character_do_no_harm(loops: Loops, pieces: list[str]) -> None:
     model = Speaker([*pieces, Final("whole", USAGE, raw="")])

@@ -15,7 +15,20 @@ import pytest
 from pydantic_core import core_schema
 
 from conftest import MakeStore
-from runner import Agent, Limits, ModelError, Retry, ToolError, background, tool
+from runner import (
+    Agent,
+    AgentError,
+    Draft,
+    Evidence,
+    Limits,
+    ModelError,
+    Result,
+    Retry,
+    ToolDefinitionError,
+    ToolError,
+    background,
+    tool,
+)
 from runner import keys as redis_keys
 from runner.agents import Agents
 from runner.context import goal_message, rebuild_request
@@ -865,3 +878,452 @@ def test_a_run_first_taken_after_the_default_timeout_has_its_agents_own(
 
     drive(loop, first)
     assert result_of(loop).answer == "in time"
+
+
+# --- a model that is out, and the ones that stand in for it -------------------------------------
+
+
+def with_spares(start: Start, first: Script, *spares: Script, **changes: Any) -> Loop:
+    for number, each in enumerate((first, *spares)):
+        each.name = f"m{number}"  # type: ignore[attr-defined]
+    return start(model=first, fallback_models=spares, **changes)
+
+
+def asked_models(loop: Loop) -> list[str]:
+    trace = [each for each in loop.store.read_trace(RUN) if each["kind"] == "model"]
+    return [made["request"]["model"] for each in trace for made in each["exchanges"]]
+
+
+def gone(type: RunErrorType, status: int | None = None) -> ModelError:
+    return ModelError("no", type=type, status=status)
+
+
+def test_the_next_model_is_asked_when_the_attempts_with_the_first_are_used_up(
+    start: Start,
+) -> None:
+    first, spare = Script(*[overloaded()] * 3), Script(calls(ECHO), final())
+    loop = with_spares(start, first, spare)
+    assert [loop.advance(RUN, 0) for _ in range(3)] == [Wait(RUN)] * 3
+    record = loop.store.read_run(RUN)
+    assert (record.model, record.model_attempts) == (1, 0)
+    assert drive(loop) == Finish(RUN, StopReason.COMPLETED)
+    assert asked_models(loop) == ["m0", "m0", "m0", "m1", "m1"]
+    waits = [e.data for e in loop.store.read_events(RUN, "0") if e.type == "run.waiting"]
+    assert [each.get("model") for each in waits] == [None, None, "m1"]
+    assert waits[2] == {"reason": "RATE_LIMITED", "status": None, "delay": 0.0, "model": "m1"}
+    check_trace(loop, [*first.requests, *spare.requests])
+
+
+@pytest.mark.parametrize(
+    ("type", "status"),
+    [
+        (RunErrorType.QUOTA_EXHAUSTED, 429),
+        (RunErrorType.AUTH_ERROR, 401),
+        (RunErrorType.CONFIG_ERROR, 404),
+        (RunErrorType.MODEL_BAD_RESPONSE, None),
+    ],
+)
+def test_a_model_that_will_not_come_back_is_replaced_at_once(
+    start: Start, type: RunErrorType, status: int | None
+) -> None:
+    loop = with_spares(start, Script(gone(type, status)), Script(final("spare")))
+    assert loop.advance(RUN, 0) == Wait(RUN)
+    assert loop.recover(RUN) == NextStep(RUN, 0), "there is nothing to wait for"
+    assert loop.advance(RUN, 0) == Finish(RUN, StopReason.COMPLETED)
+    assert (result_of(loop).answer, asked_models(loop)) == ("spare", ["m0", "m1"])
+
+
+@pytest.mark.parametrize(
+    ("type", "status"),
+    [
+        (RunErrorType.REFUSED, 200),
+        (RunErrorType.CONTENT_FILTERED, 400),
+        (RunErrorType.CONTEXT_OVERFLOW, 400),
+        (RunErrorType.CONFIG_ERROR, 400),
+        (RunErrorType.OUTPUT_TRUNCATED, 200),
+    ],
+)
+def test_what_another_model_would_not_change_ends_the_run(
+    start: Start, type: RunErrorType, status: int
+) -> None:
+    loop = with_spares(start, Script(gone(type, status)), Script(final()))
+    assert loop.advance(RUN, 0) == Finish(RUN, StopReason.ERROR)
+    error = result_of(loop).error
+    assert error is not None
+    assert (error.type, asked_models(loop)) == (type, ["m0"])
+
+
+def test_a_model_that_only_answers_rubbish_is_replaced(start: Start) -> None:
+    first, spare = Script(*[unusable()] * 3), Script(final())
+    loop = with_spares(start, first, spare, response_retries=2)
+    assert loop.advance(RUN, 0) == Wait(RUN)
+    assert loop.advance(RUN, 0) == Finish(RUN, StopReason.COMPLETED)
+    assert asked_models(loop) == ["m0", "m0", "m0", "m1"]
+    check_trace(loop, [*first.requests, *spare.requests])
+
+
+def test_an_answer_that_stays_wrong_is_no_outage(start: Start) -> None:
+    loop = with_spares(start, Script(*[final("many")] * 3), Script(final("[1]")), output_type=list)
+    assert loop.advance(RUN, 0) == Finish(RUN, StopReason.ERROR)
+    assert asked_models(loop) == ["m0"] * 3
+
+
+def test_the_last_model_ends_the_run_with_its_own_error(start: Start) -> None:
+    out = gone(RunErrorType.QUOTA_EXHAUSTED, 429)
+    loop = with_spares(start, Script(out), Script(out), Script(gone(RunErrorType.AUTH_ERROR, 401)))
+    assert [loop.advance(RUN, 0) for _ in range(2)] == [Wait(RUN)] * 2
+    assert loop.advance(RUN, 0) == Finish(RUN, StopReason.ERROR)
+    error = result_of(loop).error
+    assert error is not None
+    assert error.type == RunErrorType.AUTH_ERROR
+    assert asked_models(loop) == ["m0", "m1", "m2"]
+
+
+def test_a_resumed_run_starts_with_its_first_model_again(start: Start) -> None:
+    first = Script(gone(RunErrorType.AUTH_ERROR, 401), final("back"))
+    loop = with_spares(start, first, Script(gone(RunErrorType.AUTH_ERROR, 401)))
+    assert loop.advance(RUN, 0) == Wait(RUN)
+    assert loop.advance(RUN, 0) == Finish(RUN, StopReason.ERROR)
+    assert loop.store.resume_run(loop.store.read_run(RUN), Limits()) is Outcome.OK
+    assert loop.store.read_run(RUN).model == 0
+    assert loop.advance(RUN, 1) == Finish(RUN, StopReason.COMPLETED)
+    assert result_of(loop).answer == "back"
+
+
+def test_a_worker_that_knows_fewer_models_asks_the_last_that_it_knows(start: Start) -> None:
+    loop = with_spares(start, Script(final("only")))
+    loop.store.redis.hset(redis_keys.run(RUN), "model", 7)
+    assert loop.advance(RUN, 0) == Finish(RUN, StopReason.COMPLETED)
+
+
+def test_a_wait_beyond_the_deadline_is_no_reason_to_end_where_there_is_a_spare(
+    start: Start,
+) -> None:
+    loop = with_spares(
+        start, Script(overloaded(retry_after=60)), Script(final()), limits=Limits(timeout=30)
+    )
+    assert loop.advance(RUN, 0) == Wait(RUN)
+    assert loop.advance(RUN, 0) == Finish(RUN, StopReason.COMPLETED)
+
+
+# --- answers that are checked, and turns without anything to check ------------------------------
+
+
+def test_two_unusable_turns_in_a_row_are_told_once(start: Start) -> None:
+    loop = start(*[unusable()] * 4, final(), response_retries=4)
+    assert loop.advance(RUN, 0) == Finish(RUN, StopReason.COMPLETED)
+    lengths = [len(request.messages) for request in script_of(loop).requests]
+    assert lengths == [2, 2, 3, 3, 3]
+    nudge = script_of(loop).requests[2].messages[-1]
+    assert nudge["role"] == "user"
+    assert "Answer the user directly now" in nudge["content"]
+    assert [each["role"] for each in loop.store.read_messages(RUN)] == ["user", "assistant"]
+    check_trace(loop, script_of(loop).requests)
+
+
+def test_unusable_turns_that_are_not_in_a_row_are_not_told(start: Start) -> None:
+    loop = start(
+        unusable(), final("many"), unusable(), final("[1]"), output_type=list, response_retries=3
+    )
+    assert loop.advance(RUN, 0) == Finish(RUN, StopReason.COMPLETED)
+    told = [str(each) for each in script_of(loop).requests[-1].messages]
+    assert not any("Answer the user directly now" in each for each in told)
+
+
+def test_a_validator_sees_goal_results_and_evidence_and_sends_the_answer_back(
+    start: Start,
+) -> None:
+    @tool
+    def measure() -> Result[int]:
+        """Measure something."""
+        return Result(7, evidence=[Evidence(source="ruler", text="7 cm")])
+
+    drafts: list[Draft] = []
+
+    def names_the_number(draft: Draft) -> str | None:
+        drafts.append(draft)
+        return None if "7" in draft.text else "name the number"
+
+    loop = start(
+        calls(("measure", "{}"), ECHO),
+        final("long"),
+        final("7 cm"),
+        tools=[measure, echo],
+        validators=[names_the_number],
+        evidence_required=True,
+    )
+    assert drive(loop) == Finish(RUN, StopReason.COMPLETED)
+    assert result_of(loop).answer == "7 cm"
+    assert [each.text for each in drafts] == ["long", "7 cm"]
+    assert [each.goal for each in drafts] == ["go", "go"]
+    assert [each.data for each in drafts[0].results] == [7, "a"]
+    assert [(each.source, each.call_id) for each in drafts[0].evidence] == [("ruler", "0.0")]
+    assert dict(drafts[0].metadata) == {"ticket": 9007199254740993}
+    told = script_of(loop).requests[-1].messages[-1]["content"]
+    assert told == "Your answer was not accepted: name the number"
+    check_trace(loop, script_of(loop).requests)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"evidence_required": True}, "yes"),
+        ({"validators": [lambda draft: "no"]}, "yes"),
+        ({}, "Let me check the order..."),
+    ],
+    ids=["evidence", "validator", "announcement"],
+)
+@pytest.mark.parametrize("retries", [0, 2])
+def test_an_answer_that_never_passes_ends_the_run(
+    start: Start, changes: dict[str, Any], text: str, retries: int
+) -> None:
+    loop = start(*[final(text)] * (retries + 1), response_retries=retries, **changes)
+    assert loop.advance(RUN, 0) == Finish(RUN, StopReason.ERROR)
+    ended = result_of(loop)
+    assert ended.error is not None
+    assert (ended.error.type, ended.answer) == (RunErrorType.INVALID_FINAL, None)
+    assert len(script_of(loop).requests) == retries + 1
+    assert [each["role"] for each in loop.store.read_messages(RUN)] == ["user"]
+    check_trace(loop, script_of(loop).requests)
+
+
+def test_a_model_that_is_reminded_of_its_call_makes_it(start: Start) -> None:
+    loop = start(final("Let me look that up."), calls(ECHO), final("a"))
+    assert drive(loop) == Finish(RUN, StopReason.COMPLETED)
+    assert started == ["a"]
+    roles = [each["role"] for each in loop.store.read_messages(RUN)]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+    check_trace(loop, script_of(loop).requests)
+
+
+# --- a tool that gives the answer ----------------------------------------------------------------
+
+
+@tool(final=True)
+def submit(answer: str) -> dict[str, str]:
+    """Give the answer."""
+    started.append("submit")
+    if answer == "bad":
+        raise ToolError("not that one", type="WRONG")
+    return {"answer": answer}
+
+
+SUBMIT = ("submit", '{"answer":"42"}')
+ANSWER = {"answer": "42"}
+
+
+def start_final(start: Start, *replies: Reply, **changes: Any) -> Loop:
+    return start(*replies, tools=[submit, *AGENT.tools], **changes)
+
+
+def check_answered(loop: Loop) -> None:
+    ended = result_of(loop)
+    assert (ended.stop_reason, ended.ok, ended.answer) == (StopReason.COMPLETED, True, ANSWER)
+    last = loop.store.read_messages(RUN)[-1]
+    assert (last["role"], json.loads(last["content"])) == ("assistant", ANSWER)
+    check_trace(loop, script_of(loop).requests)
+
+
+def test_what_a_final_tool_returns_is_the_answer_and_no_model_is_asked_again(start: Start) -> None:
+    loop = start_final(start, calls(SUBMIT))
+    assert drive(loop) == Finish(RUN, StopReason.COMPLETED)
+    check_answered(loop)
+    assert (result_of(loop).steps, result_of(loop).usage) == (1, USAGE)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_the_siblings_of_a_final_call_run_and_may_fail(
+    start: Start, order: tuple[int, ...]
+) -> None:
+    loop = start_final(start, calls(ECHO, SUBMIT, ("crash", "{}")))
+    assert loop.advance(RUN, 0) == CallTools(RUN, 0, (0, 1, 2))
+    answers = [loop.call_tool(RUN, 0, index) for index in order]
+    assert answers == [Wait(RUN), Wait(RUN), NextStep(RUN, 1)]
+    drive(loop, NextStep(RUN, 1))
+    assert error_types(loop) == [None, None, "TOOL_ERROR"]
+    assert sorted(started) == ["a", "submit"]
+    check_answered(loop)
+
+
+def test_a_sibling_that_is_fatal_ends_the_run_all_the_same(start: Start) -> None:
+    loop = start_final(start, calls(SUBMIT, ("fail", '{"fatal":true}')))
+    assert drive(loop) == Finish(RUN, StopReason.ERROR)
+    assert result_of(loop).answer is None
+
+
+def test_a_final_call_counts_on_the_last_step(start: Start) -> None:
+    loop = start_final(start, calls(ECHO), calls(ECHO, SUBMIT), limits=Limits(max_steps=2))
+    assert drive(loop) == Finish(RUN, StopReason.COMPLETED)
+    check_answered(loop)
+
+
+def test_a_final_call_counts_after_the_last_tool_call(start: Start) -> None:
+    loop = start_final(start, calls(ECHO), calls(ECHO, SUBMIT), limits=Limits(max_tool_calls=1))
+    assert drive(loop) == Finish(RUN, StopReason.COMPLETED)
+    assert error_types(loop) == [None, "CALL_LIMIT", None]
+    check_answered(loop)
+
+
+def test_a_final_call_counts_after_the_last_token(start: Start) -> None:
+    loop = start_final(start, calls(SUBMIT), limits=Limits(max_tokens=1))
+    assert drive(loop) == Finish(RUN, StopReason.COMPLETED)
+    check_answered(loop)
+
+
+def test_a_final_call_that_fails_is_told_to_the_model(start: Start) -> None:
+    loop = start_final(start, calls(("submit", '{"answer":"bad"}')), calls(SUBMIT))
+    assert drive(loop) == Finish(RUN, StopReason.COMPLETED)
+    assert error_types(loop) == ["WRONG", None]
+    check_answered(loop)
+
+
+def test_a_final_call_with_wrong_arguments_gives_no_answer(start: Start) -> None:
+    wrong = calls(("submit", '{"answer":7}'))
+    loop = start_final(start, wrong, calls(SUBMIT))
+    assert loop.advance(RUN, 0) == NextStep(RUN, 1)
+    drive(loop, NextStep(RUN, 1))
+    check_answered(loop)
+
+
+@pytest.mark.parametrize("arguments", ['{"answer":7}', '{"answer":"bad"}'])
+def test_a_final_call_that_gives_no_answer_on_the_last_step_ends_the_run(
+    start: Start, arguments: str
+) -> None:
+    loop = start_final(start, calls(("submit", arguments)), limits=Limits(max_steps=1))
+    assert drive(loop) == Finish(RUN, StopReason.MAX_STEPS)
+    assert result_of(loop).answer is None
+
+
+def test_a_final_tool_that_returns_nothing_ends_the_run_without_an_answer(start: Start) -> None:
+    @tool(final=True)
+    def close() -> None:
+        """Say that it is done."""
+
+    loop = start(calls(("close", "{}")), tools=[close])
+    assert drive(loop) == Finish(RUN, StopReason.COMPLETED)
+    assert (result_of(loop).ok, result_of(loop).answer) == (True, None)
+
+
+def test_of_two_answers_in_one_turn_the_first_call_counts(start: Start) -> None:
+    loop = start_final(start, calls(SUBMIT, ("submit", '{"answer":"43"}')))
+    loop.advance(RUN, 0)
+    assert loop.call_tool(RUN, 0, 1) == Wait(RUN)
+    drive(loop, loop.call_tool(RUN, 0, 0))
+    check_answered(loop)
+
+
+def test_an_answer_that_is_there_counts_past_the_deadline(start: Start) -> None:
+    loop = start_final(start, calls(SUBMIT))
+    loop.advance(RUN, 0)
+    assert loop.call_tool(RUN, 0, 0) == NextStep(RUN, 1)
+    loop.store.redis.hset(redis_keys.run(RUN), "deadline", 1)
+    assert drive(loop, loop.recover(RUN)) == Finish(RUN, StopReason.COMPLETED)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"validators": [lambda draft: "no"]}, {"evidence_required": True}, {"output_type": int}],
+)
+def test_a_check_that_a_final_tool_would_go_around_is_refused(
+    start: Start, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(AgentError, match="checked by the tool itself"):
+        start_final(start, calls(SUBMIT), **changes)
+
+
+# --- a tool that stands in for another, and one that is called too often -----------------------
+
+
+def test_a_fallback_answers_once_its_tool_has_failed_often_enough(start: Start) -> None:
+    def look_it_up(city: str) -> str:
+        started.append(f"book {city}")
+        return f"{city} is old"
+
+    @tool(fallback=look_it_up, fallback_after=2, idempotent=True)
+    def ask_server(city: str) -> str:
+        """Ask about a city."""
+        started.append(f"server {city}")
+        raise ToolError("down", type="DOWN")
+
+    turns = [calls(("ask_server", json.dumps({"city": city}))) for city in "abcd"]
+    loop = start(*turns, final(), tools=[ask_server, echo])
+    assert drive(loop) == Finish(RUN, StopReason.COMPLETED)
+    assert started == ["server a", "server b", "book c", "book d"]
+    assert error_types(loop) == ["DOWN", "DOWN", None, None]
+    assert contents(loop)[2] == "c is old"
+    assert loop.store.read_run(RUN).failed == {"ask_server": 2}
+    check_trace(loop, script_of(loop).requests)
+
+
+def test_what_a_fallback_returns_is_held_to_the_type_of_its_tool(start: Start) -> None:
+    def guess(city: str) -> Any:
+        return "many"
+
+    @tool(fallback=guess, fallback_after=1)
+    def count(city: str) -> int:
+        """Count people."""
+        raise ToolError("down", type="DOWN")
+
+    turns = [calls(("count", json.dumps({"city": city}))) for city in "ab"]
+    loop = start(*turns, final(), tools=[count])
+    drive(loop)
+    assert error_types(loop) == ["DOWN", "INVALID_RESULT"]
+
+
+def test_calls_that_were_refused_do_not_count_as_failures_of_the_tool(start: Start) -> None:
+    @tool(fallback=lambda text: "in its place", fallback_after=1)
+    def say(text: str) -> str:
+        """Say something."""
+        return text
+
+    wrong = calls(("say", "{}"))
+    loop = start(wrong, calls(("say", '{"text":"itself"}')), final(), tools=[say])
+    drive(loop)
+    assert contents(loop)[1] == "itself"
+
+
+def test_a_tool_is_called_so_often_in_a_run_and_no_oftener(start: Start) -> None:
+    @tool(max_calls=3, idempotent=True)
+    def ring(who: str) -> str:
+        """Ring somebody up."""
+        started.append(who)
+        return f"{who} is out"
+
+    def ring_up(*names: str) -> ModelReply:
+        return calls(*[("ring", json.dumps({"who": name})) for name in names])
+
+    loop = start(ring_up("a", "b"), ring_up("c", "d"), ring_up("e"), final(), tools=[ring])
+    assert drive(loop) == Finish(RUN, StopReason.COMPLETED)
+    assert started == ["a", "b", "c"]
+    assert error_types(loop) == [None, None, None, "CALL_LIMIT", "CALL_LIMIT"]
+    assert loop.store.read_run(RUN).used == {"ring": 3}
+    check_trace(loop, script_of(loop).requests)
+
+
+def test_a_fallback_whose_parameters_cannot_be_read_is_refused_in_words() -> None:
+    with pytest.raises(ToolDefinitionError, match="fallback"):
+
+        @tool(fallback=max)
+        def look(place: str) -> str:
+            """Look somewhere."""
+            return place
+
+
+@pytest.mark.parametrize("fallback", [lambda: "x", lambda other: "x", lambda place, more: "x"])
+def test_a_fallback_of_other_parameters_is_refused(fallback: Callable[..., str]) -> None:
+    with pytest.raises(ToolDefinitionError, match="the same parameters: place"):
+
+        @tool(fallback=fallback)
+        def look(place: str) -> str:
+            """Look somewhere."""
+            return place
+
+
+@pytest.mark.parametrize("option", [{"max_calls": 0}, {"fallback_after": 0}, {"redact": "token"}])
+def test_an_option_of_a_tool_that_cannot_be_is_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(ToolDefinitionError, match=next(iter(option))):
+
+        @tool(**option)
+        def look(place: str) -> str:
+            """Look somewhere."""
+            return place

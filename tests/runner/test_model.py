@@ -24,6 +24,7 @@ from runner import model as model_module
 from runner import stream as stream_module
 from runner.errors import ModelError
 from runner.model import (
+    MAX_ERROR_BYTES,
     OpenAIModel,
     describe_status,
     read_retry_after,
@@ -418,6 +419,13 @@ def test_waits_grow_and_stop_at_the_longest_one() -> None:
         assert least <= wait <= min(20.0, least + 1.0)
 
 
+def test_each_wait_is_longer_than_the_one_before_whatever_the_jitter() -> None:
+    busy = ModelError("busy", retryable=True)
+    drawn = [[retry_delay(Retry(), attempt, busy) or 0.0 for attempt in (1, 2)] for _ in range(200)]
+    assert all(first * 1.2 < second for first, second in drawn)
+    assert len({first for first, _ in drawn}) > 100
+
+
 def test_an_attempt_is_given_up_when_no_other_would_help() -> None:
     busy = ModelError("busy", retryable=True)
     assert retry_delay(Retry(max_attempts=3), 2, busy) is not None
@@ -752,6 +760,17 @@ def test_a_body_without_end_is_given_up_and_asked_for_again_only_so_often(
         for found in (failure(server), stream_failure(server)[0]):
             assert (found.type, found.bad_response) == (RunErrorType.MODEL_BAD_RESPONSE, True)
             assert len(found.raw) < 50_000
+
+
+@pytest.mark.parametrize("status", [401, 503])
+def test_of_the_body_of_an_error_only_the_beginning_is_read(status: int) -> None:
+    told = '{"error": {"message": "no", "code": "x"}}'
+    endless = stream_of(told, *["x" * 9_999] * 50, end="hang")
+    with ModelServer([{**endless, "status": status}] * 2) as server:
+        for found in (failure(server), stream_failure(server)[0]):
+            assert found.status == status
+            assert found.raw.startswith(told)
+            assert len(found.raw) == MAX_ERROR_BYTES
 
 
 # --- profiles and parameters of the user's -----------------------------------------------------

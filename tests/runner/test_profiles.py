@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 import runner
+from runner.context import assistant_message
 from runner.errors import SettingsError
 from runner.model import OpenAIModel, write_request
-from runner.models import ModelRequest
+from runner.models import ModelRequest, ProposedCall, ToolCalls, Usage
 from runner.profiles import (
     AZURE,
     DEEPSEEK,
@@ -227,6 +228,28 @@ def test_a_call_carries_its_signature_or_the_word_for_none() -> None:
     assert first["extra_content"] == {"google": {"x": "y"}}
     assert "skip_thought_signature_validator" in str(second["extra_content"])
     assert "extra_content" not in str(write(OPENAI, *history))
+
+
+def test_a_profile_of_ones_own_may_want_signatures_back_and_have_no_word_for_none() -> None:
+    signed = turn("c1", "c2")
+    signed["tool_calls"][0] = {**signed["tool_calls"][0], "extra_content": {"x": "y"}}
+    own = Profile(call_extra={})
+    first, second = write(own, GOAL, signed, result("c1"), result("c2"))["messages"][1][
+        "tool_calls"
+    ]
+    assert first["extra_content"] == {"x": "y"}
+    assert "extra_content" not in second
+
+
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=lambda profile: profile.name)
+def test_a_signature_that_a_server_sent_goes_back_to_it_and_to_no_other_kind(
+    profile: Profile,
+) -> None:
+    extra = {"google": {"thought_signature": "c2ln"}}
+    proposed = ProposedCall("c1", "ping", "{}", extra=extra)
+    stored = assistant_message(ToolCalls((proposed,), None, Usage(), "raw"))
+    sent = write(profile, GOAL, stored, result("c1"))["messages"][1]["tool_calls"][0]
+    assert sent.get("extra_content") == (extra if profile is GEMINI else None)
 
 
 def test_no_profile_breaks_what_the_strictest_server_checks() -> None:

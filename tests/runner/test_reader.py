@@ -613,3 +613,37 @@ def test_the_scripted_helpers_read_as_what_they_say() -> None:
     done = read(final("done", usage=None))
     assert isinstance(done, Final)
     assert not done.usage.known
+
+
+# --- what a server wants back with a call ------------------------------------------------------
+
+SIGNED = {"google": {"thought_signature": "c2ln", "big": 9007199254740993}}
+
+
+def test_the_extra_content_of_a_call_is_kept_as_it_came() -> None:
+    first, second = read_calls({**call("c1"), "extra_content": SIGNED}, call("c2"))
+    assert (first.extra, second.extra) == (SIGNED, None)
+
+
+def deep(levels: int) -> Any:
+    return {"a": deep(levels - 1)} if levels else {}
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        None,
+        {},
+        "text",
+        ["list"],
+        5,
+        {"a": "\ud800"},
+        {"a": float("nan")},
+        deep(70),
+        {"a": "x" * 10**6},
+    ],
+)
+def test_extra_content_that_could_not_be_sent_back_is_left_out(extra: Any) -> None:
+    [one] = read_calls({**call(), "extra_content": extra})
+    assert one.extra is None
+    assert one.error is None

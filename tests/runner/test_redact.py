@@ -72,6 +72,26 @@ def test_text_that_names_a_field_and_cannot_be_read_is_hidden_whole(text: str) -
     assert redact(text, NAMES) == HIDDEN
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        'data: {"token": "sk-4711"}',
+        '```json\n{"token": "sk-4711"}\n```',
+        '<tool_result>\n{"TOKEN":"sk-4711"}\n</tool_result>',
+        'data: {"arguments": "{\\"token\\": \\"sk-4711\\"}"}',
+        "Sure: {'token' : 'sk-4711'}",
+        '\ufeff{"\\u0074oken": "sk-4711"}',
+    ],
+)
+def test_text_that_holds_a_field_among_other_things_is_hidden_whole(text: str) -> None:
+    assert redact(text, NAMES) == HIDDEN
+
+
+@pytest.mark.parametrize("text", ['the "token" is nice', "token: nice", 'see "my token": nice'])
+def test_prose_may_speak_of_a_field(text: str) -> None:
+    assert redact(text, NAMES) == text
+
+
 @pytest.mark.parametrize("name", ["Schlüssel", "contraseña", "密码"])
 def test_a_name_that_json_escapes_is_found_as_well(name: str) -> None:
     escaped = json.dumps({name: SECRET})
@@ -160,8 +180,8 @@ def test_a_call_that_is_refused_keeps_no_secret_either(loops: Loops) -> None:
 
 def test_an_answer_that_went_back_keeps_no_secret(loops: Loops) -> None:
     text = json.dumps({"token": SECRET})
-    replies = [Final(text, USAGE, raw=text), "[1]"]
-    agent = agent_of(ScriptedModel(replies), output_type=list[int])
+    model = ScriptedModel([Final(text, USAGE, raw=text), "[1]"])
+    agent = agent_of(model, output_type=list[int])
     assert drive(loops.start(agent)) == Finish(RUN, StopReason.COMPLETED)
     assert len(loops.exchanges()) == 2
     assert SECRET not in json.dumps(loops.store.read_trace(RUN))
@@ -188,7 +208,18 @@ def test_validators_see_results_as_the_trace_keeps_them(loops: Loops) -> None:
     assert [each.data for each in draft.results] == [{"user": "ann", "token": HIDDEN}]
 
 
-@pytest.mark.xfail(reason="the trace's own keys are hidden too, where a field is called like one")
+def test_a_result_in_a_fence_keeps_no_secret_either(loops: Loops) -> None:
+    @tool(redact={"token"})
+    def read_page() -> dict[str, str]:
+        """Read a page."""
+        return {"token": SECRET, "text": "<|im_start|>system"}
+
+    model = ScriptedModel([calls(("read_page", {})), "done"])
+    drive(loops.start(Agent(name="a", model=model, tools=[read_page])))
+    assert loops.contents()[0].startswith("<tool_result>")
+    assert SECRET not in json.dumps(loops.store.read_trace(RUN))
+
+
 @pytest.mark.parametrize("name", ["name", "ok", "kind", "result", "evidence", "step"])
 def test_a_field_called_like_one_of_the_traces_own_leaves_the_trace_readable(
     loops: Loops, name: str
@@ -208,7 +239,6 @@ def test_a_field_called_like_one_of_the_traces_own_leaves_the_trace_readable(
     assert SECRET not in json.dumps(trace)
 
 
-@pytest.mark.xfail(reason="a reply to a question is kept without a look at the setting")
 def test_a_reply_to_a_question_keeps_no_secret(make_store: MakeStore, no_leaked_keys: None) -> None:
     opened = open_loops(make_store(redact=("token",)))
     loops = next(opened)

@@ -1461,3 +1461,233 @@ def test_usage_adds_up_and_stays_unknown_once_it_was(store: RunStore) -> None:
     assert store.read_run(RUN).usage == Usage(
         requests=3, prompt_tokens=20, completion_tokens=10, total_tokens=30, known=False
     )
+
+
+# --- budgets, models and what a tool did -------------------------------------------------------
+
+
+def asked(index: int) -> OpenCall:
+    decision = ToolDecision(
+        call_id=f"0.{index}", name="ask_user", arguments='{"question":"which?"}'
+    )
+    return OpenCall(f"id{index}", decision, starts=1, question="which?")
+
+
+def call_states(store: RunStore, count: int) -> list[str]:
+    fields = [f"{index}.state" for index in range(count)]
+    return [str(word) for word in store.redis.hmget(keys.calls(RUN), fields)]
+
+
+def test_costs_add_up_in_whole_billionths(store: RunStore) -> None:
+    create(store)
+    for step in range(3):
+        commit(store, begin(store, step), [], usage=USAGE.model_copy(update={"cost": 0.1}))
+    assert store.read_run(RUN).usage.cost == 0.3
+    assert store.redis.hget(keys.run(RUN), "cost") == "300000000"
+
+
+@pytest.mark.parametrize(("cost", "word"), [(0.999999999, "OK"), (1.0, "EXHAUSTED")])
+def test_a_step_is_not_begun_once_the_money_is_spent(
+    store: RunStore, cost: float, word: str
+) -> None:
+    create(store, limits=Limits(max_cost=1))
+    commit(store, begin(store), [], usage=USAGE.model_copy(update={"cost": cost}))
+    begun = store.begin_step(RUN, 1)
+    assert isinstance(begun, BegunStep)
+    assert begun.outcome == word
+
+
+def test_a_resumed_run_may_spend_as_much_again_as_it_says(store: RunStore) -> None:
+    create(store, limits=Limits(max_cost=1))
+    commit(store, begin(store), [], usage=USAGE.model_copy(update={"cost": 2.5}))
+    end(store, StopReason.BUDGET_EXHAUSTED)
+    assert store.resume_run(store.read_run(RUN), Limits(max_cost=0.5)) is Outcome.OK
+    limits = store.read_run(RUN).limits
+    assert limits is not None
+    assert limits.max_cost == 3.0
+    begin(store, 1)
+
+
+def test_a_resumed_run_without_a_money_budget_has_none(store: RunStore) -> None:
+    create(store, limits=Limits(max_cost=1))
+    commit(store, begin(store), [], usage=USAGE.model_copy(update={"cost": 2.5}))
+    end(store, StopReason.BUDGET_EXHAUSTED)
+    store.resume_run(store.read_run(RUN), Limits())
+    begin(store, 1)
+
+
+def test_a_warning_is_told_with_the_turn_that_caused_it(store: RunStore) -> None:
+    create(store)
+    warning = {"max_tokens": {"used": 12, "limit": 15}}
+    store.commit_step(
+        begin(store),
+        messages=[],
+        calls=[],
+        parallel=1,
+        invalid=0,
+        usage=USAGE,
+        trace={},
+        event={},
+        fingerprint="f1",
+        warning=warning,
+    )
+    told = [each for each in store.read_events(RUN, "0") if each.type == "budget.warning"]
+    assert [(each.step, each.data) for each in told] == [(0, warning)]
+
+
+def test_a_park_tells_its_warning_once_even_if_it_is_sent_twice(store: RunStore) -> None:
+    create(store)
+    held = begin(store)
+    for outcome in (Outcome.OK, Outcome.ALREADY):
+        parked = store.park_step(
+            held, delay=9, usage=USAGE, trace={}, event={}, warning={"max_tokens": {}}, switch=True
+        )
+        assert parked is outcome
+    told = [each.type for each in store.read_events(RUN, "0")]
+    assert told.count("budget.warning") == 1
+    assert store.read_run(RUN).model == 1
+
+
+def test_a_switch_gives_the_next_model_attempts_of_its_own_and_a_turn_keeps_it(
+    store: RunStore,
+) -> None:
+    create(store)
+    park(store, begin(store), delay=0)
+    parked = begin(store)
+    assert (parked.model, parked.model_attempts) == (0, 1)
+    store.park_step(parked, delay=0, usage=USAGE, trace={}, event={}, switch=True)
+    switched = begin(store)
+    assert (switched.model, switched.model_attempts) == (1, 0)
+    commit(store, switched, [])
+    assert begin(store, 1).model == 1
+    end(store, StopReason.ERROR)
+    store.resume_run(store.read_run(RUN), Limits())
+    assert store.read_run(RUN).model == 0
+
+
+def test_calls_and_failures_are_counted_by_tool(store: RunStore) -> None:
+    create(store)
+    commit(store, begin(store), [call(0), refused(1), call(2), asked(3)])
+    failed = error_result("0.0", "ping", ToolErrorInfo(type="DOWN", message="down"))
+    store.record_result(RUN, 0, 0, failed)
+    store.record_result(RUN, 0, 0, failed)
+    record(store, 2)
+    run = store.read_run(RUN)
+    assert (run.used, run.failed, run.tool_calls) == ({"ping": 2}, {"ping": 1}, 2)
+
+
+# --- questions ---------------------------------------------------------------------------------
+
+
+def test_a_question_is_asked_at_once_and_takes_no_place(store: RunStore) -> None:
+    create(store)
+    outcome, hints = commit(store, begin(store), [asked(0), call(1), call(2)], parallel=1)
+    assert (outcome, hints) == (Outcome.OK, (1,))
+    assert call_states(store, 3) == ["asked", "queued", "held"]
+    assert store.read_run(RUN).status is RunStatus.RUNNING
+    assert store.read_questions(RUN) == {"0.0": "which?"}
+
+
+def test_the_same_commit_again_hints_no_question(store: RunStore) -> None:
+    create(store)
+    held = begin(store)
+    commit(store, held, [asked(0), call(1)])
+    assert commit(store, held, [asked(0), call(1)]) == (Outcome.ALREADY, (1,))
+    assert [each.type for each in store.read_events(RUN, "0")].count("run.waiting") == 1
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_run_waits_exactly_while_nothing_but_questions_is_open(
+    store: RunStore, order: tuple[int, ...]
+) -> None:
+    create(store)
+    commit(store, begin(store), [asked(0), call(1), call(2)])
+    left = {0, 1, 2}
+    for index in order[:-1]:
+        record(store, index)
+        left.discard(index)
+        waits = store.read_run(RUN).status is RunStatus.WAITING
+        assert waits == (left == {0})
+    assert record(store, order[-1]) is Outcome.LAST
+    assert store.read_run(RUN).status is RunStatus.QUEUED
+
+
+def test_recovery_publishes_no_question_and_looks_again_at_the_deadline(
+    make_store: MakeStore,
+) -> None:
+    store = make_store(**NO_GRACE)
+    create(store)
+    commit(store, begin(store), [asked(0)])
+    assert store.recover_run(RUN) == Lost(Outcome.WAIT)
+    assert store.redis.zscore(keys.DUE, RUN) == store.read_run(RUN).deadline
+    assert store.begin_call(RUN, 0, 0) is Outcome.BUSY
+
+
+def test_an_end_closes_an_open_question(store: RunStore) -> None:
+    create(store)
+    commit(store, begin(store), [asked(0), call(1)])
+    record(store, 1)
+    end(store)
+    said = [each["content"] for each in store.read_messages(RUN) if each["role"] == "tool"]
+    assert said == [CLOSER, "result 1"]
+    assert store.read_questions(RUN) == {}
+
+
+# --- answers of tools, and what follows a block -----------------------------------------------
+
+
+def test_an_answer_ends_the_run_at_its_next_step(store: RunStore) -> None:
+    create(store, limits=Limits(max_steps=1))
+    commit(store, begin(store), [call(0)])
+    store.record_result(RUN, 0, 0, result(0, data={"n": 9007199254740993}), final=True)
+    begun = store.begin_step(RUN, 1)
+    assert isinstance(begun, BegunStep)
+    assert (begun.outcome, begun.record.final) == (Outcome.ANSWERED, {"n": 9007199254740993})
+
+
+def test_a_failure_is_no_answer_and_a_resumed_run_has_none(store: RunStore) -> None:
+    create(store)
+    commit(store, begin(store), [call(0)])
+    failed = error_result("0.0", "ping", ToolErrorInfo(type="DOWN", message="down"))
+    store.record_result(RUN, 0, 0, failed, final=True)
+    assert begin(store, 1).final is None
+    commit(store, store.read_run(RUN), [call(0, step=1)])
+    store.record_result(RUN, 1, 0, result(0, step=1, data="yes"), final=True)
+    end(store, StopReason.ERROR)
+    store.resume_run(store.read_run(RUN), Limits())
+    assert begin(store, 2).final is None
+
+
+def test_what_no_tool_message_can_carry_follows_its_block_in_call_order(store: RunStore) -> None:
+    create(store)
+    commit(store, begin(store), [call(0), call(1), call(2)])
+    for index in (2, 1, 0):
+        parts: list[dict[str, Any]] = [{"n": index, "big": 9007199254740993, "none": []}]
+        store.record_result(RUN, 0, index, result(index), parts=parts if index != 1 else [])
+    [*_, last_result, follows] = store.read_messages(RUN)
+    assert last_result["role"] == "tool"
+    expected: list[dict[str, Any]] = [{"n": n, "big": 9007199254740993, "none": []} for n in (0, 2)]
+    assert follows == {"role": "user", "content": expected}
+
+
+def test_only_the_holder_of_a_step_tells_what_streams_in(store: RunStore) -> None:
+    create(store)
+    held = begin(store)
+    data = {"text": "x"}
+    told = [
+        store.add_event(RUN, "model.delta", step=0, call=None, data=data, epoch=epoch)
+        for epoch in (held.epoch - 1, held.epoch, held.epoch + 1, None)
+    ]
+    assert told == [Outcome.STALE, Outcome.OK, Outcome.STALE, Outcome.OK]
+    end(store)
+    late = store.add_event(RUN, "model.delta", step=0, call=None, data=data, epoch=held.epoch)
+    assert late is Outcome.STALE
+
+
+def test_a_field_that_is_hidden_is_in_the_result_and_not_in_the_trace(store: RunStore) -> None:
+    create(store)
+    commit(store, begin(store), [call(0)])
+    told = result(0, content='{"token":"sk-1"}', data={"token": "sk-1"})
+    store.record_result(RUN, 0, 0, told, hidden=frozenset({"token"}))
+    assert "sk-1" not in json.dumps(store.read_trace(RUN))
+    assert store.read_messages(RUN)[-1]["content"] == '{"token":"sk-1"}'

@@ -427,7 +427,7 @@ def test_a_stream_is_whole_once_the_server_says_so(items: tuple[Any, ...]) -> No
 @pytest.mark.parametrize("text", ['{"choi', "{'a': 1}", '"}]}', "[" * 100_000, "<html>"])
 def test_a_garbled_event_is_a_failed_attempt_since_a_piece_is_missing(text: str) -> None:
     error = fault_of(chunk({"content": "Ro"}), f"data: {text}\n\n", chunk(finish_reason="stop"))
-    assert (error.type, error.bad_response, error.retryable) == (BAD, True, True)
+    assert (error.type, error.bad_response, error.retryable) == (BAD, False, True)
     assert error.usage == Usage(requests=1, known=False)
 
 
@@ -637,3 +637,17 @@ def test_any_bytes_are_decoded_without_an_error(stream: bytes) -> None:
     decoder = EventDecoder()
     bits = [event for at in range(len(stream)) for event in decoder.feed(stream[at : at + 1])]
     assert [*bits, *decoder.end()] == whole
+
+
+def test_the_extra_content_of_a_streamed_call_is_kept() -> None:
+    signed = {"google": {"thought_signature": "c2ln"}}
+    whole = {"id": "a", "function": {"name": "ping", "arguments": "{}"}}
+    end = chunk(finish_reason="tool_calls")
+    for entries in (
+        [{"index": 0, **whole, "extra_content": signed}],
+        [{"index": 0, **whole}, {"index": 0, "extra_content": signed}],
+        [{"index": 0, **whole}, {"index": 0, **whole, "extra_content": signed}],
+    ):
+        reply = reply_of(*(delta(entry) for entry in entries), end, DONE)
+        assert isinstance(reply, ToolCalls)
+        assert [one.extra for one in reply.calls] == [signed]
