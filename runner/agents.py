@@ -99,7 +99,7 @@ class Agent:
         finals = [each.name for each in self.toolbox if each.final]
         if finals and (self.validators or self.evidence_required or self.output_type):
             raise AgentError(
-                f"agent {self.name}: the answer that {finals[0]} gives is checked by the tool itself"
+                f"agent {self.name}: the answer of {finals[0]} is checked by the tool itself"
                 " (raise a ToolError, annotate what it returns); leave out validators, "
                 "evidence_required and output_type"
             )
