@@ -88,6 +88,9 @@ class Agent:
             raise AgentError(
                 f"agent name {self.name!r} can't be used: letters, digits, _ and -, at most 64"
             )
+        for name in ("tools", "fallback_models", "validators"):
+            if isinstance(given := getattr(self, name), str) or not isinstance(given, Iterable):
+                raise AgentError(f"agent {self.name}: {name} is a list, such as {name}=[...]")
         if self.response_retries < 0:
             raise AgentError(f"agent {self.name}: response_retries must be 0 or more")
         tools = (*self.tools, ask_user) if self.clarify else self.tools

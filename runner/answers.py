@@ -19,8 +19,9 @@ ANNOUNCEMENT = re.compile(
     r"(?! forward)"
     r"|see (?:if|what|whether|which)\b|see\W*$|(?:get|pull)(?:ting|ing)?(?: up)? "
     r"(?:that|this|the|these|those|your|some|more)\b(?! straight)|(?:start|begin) by \w+ing\b)"
-    r"|(?:one|just a|give me a) (?:moment|second)\b|hold on\W*$|hang on\W*$"
-    r"|please wait(?:\W*$| (?:while|a moment)\b)|(?:this|it) (?:may|will|might) take a",
+    r"|(?:one|just a|give me a) (?:moment|second)(?:\W*$|,? please\b)|hold on\W*$|hang on\W*$"
+    r"|please wait(?:\W*$| while i\b| a moment\W*$)"
+    r"|(?:this|it) (?:may|will|might) take a (?:moment|second|minute|while|bit)\b",
     re.IGNORECASE,
 )
 """How a sentence starts that only says what its speaker is about to do."""
@@ -29,8 +30,11 @@ LEAD = re.compile(
     r"\W*(?:(?:ok(?:ay)?|sure|certainly|of course|alright|great|hmm)\b\W*)?", re.IGNORECASE
 )
 ENDS = re.compile(r"(?<=[.!\n\u2026])\s+")
-ANSWERS = re.compile(r"\?|:\s*\S|\bi need to \w+ (?:\w+ )*your?\b", re.IGNORECASE)
-"""A question to the user, or what comes behind a colon: more than an announcement."""
+ANSWERS = re.compile(
+    r"\?|:\s*\S|\bi need to \w+ (?:\w+ )*your?\b|\b(?:no|not|is|are|was|were|due)\b|n't\b|\bas \d",
+    re.IGNORECASE,
+)
+"""A question to the user, what comes behind a colon, a finding: more than an announcement."""
 
 MAX_ANNOUNCEMENT_CHARS = 200
 

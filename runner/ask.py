@@ -10,13 +10,14 @@ import concurrent.futures
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import JsonValue
 
 from runner import background
-from runner.errors import ModelError, RedisUnavailable
+from runner.errors import ModelError, RedisUnavailable, ScriptError
 from runner.guards import Progress
 from runner.models import (
     Model,
@@ -33,6 +34,8 @@ from runner.settings import Settings
 from runner.store import Outcome, RunStore
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Call = concurrent.futures.Future[ModelReply]
 
@@ -126,7 +129,9 @@ class Asker:
         try:
             reply = self._hold_step(record, model, request, asked, stream=stream)
         except ModelError as error:
-            usage = (error.usage or Usage(requests=1, known=False)).priced(price)
+            # What a server refused, it didn't bill.
+            refused = Usage(requests=1, known=400 <= (error.status or 0) < 500)
+            usage = (error.usage or refused).priced(price)
             exchange["error"] = {"type": error.type, "message": str(error), "status": error.status}
             exchange["response"] = error.raw
             raise
@@ -159,14 +164,39 @@ class Asker:
         if self.stopping:
             call.cancel()  # the stop came between the two lines above, and didn't see it
         try:
-            return self._wait(record, call, heard if stream else None, len(asked.exchanges))
+            self._wait(record, call, heard if stream else None, len(asked.exchanges))
+            return _reply_of(call)
         finally:
             call.cancel()  # whatever went wrong here: nobody waits for the answer any more
             self._calls.discard(call)
 
+    def keep_lease(self, record: RunRecord, work: Callable[[], T]) -> T:
+        """Do what may take long, such as a user's check, without losing the step meanwhile.
+
+        It can't be interrupted: if the step has no say any more, its result is dropped.
+        """
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        future.set_running_or_notify_cancel()  # from here on it can't be cancelled
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - it is raised where the step waits
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="celeriac-check", daemon=True).start()
+        self._wait(record, future)
+        return future.result()
+
     def _wait(
-        self, record: RunRecord, call: Call, heard: Heard | None, exchange: int
-    ) -> ModelReply:
+        self,
+        record: RunRecord,
+        call: concurrent.futures.Future[Any],
+        heard: Heard | None = None,
+        exchange: int = 0,
+    ) -> None:
+        """Wait for the end of `call` under the step's lease."""
         renew_every = self._settings.renew_every
         renew_at = time.monotonic() + renew_every
         while True:
@@ -176,7 +206,7 @@ class Asker:
             if heard is not None and (text := heard.take()):
                 self._tell(record, text, exchange)
             if done and not call.cancelled():
-                return _reply_of(call)
+                return
             if not call.cancelled() and time.monotonic() < renew_at:
                 continue
             renew_at = time.monotonic() + renew_every
@@ -228,7 +258,7 @@ async def _respond(model: Model, request: ModelRequest, heard: Heard | None) -> 
 def _reply_of(call: Call) -> ModelReply:
     """The reply; whatever a user's own model raises is an error of the model's, not of the loop."""
     error = call.exception()
-    if error is None or isinstance(error, ModelError | AssertionError):
-        return call.result()  # an AssertionError is a scripted model's, for the test to see
+    if error is None or isinstance(error, ModelError | ScriptError):
+        return call.result()  # a script's error is for its test to see
     name = type(error).__name__
     raise ModelError(f"the model raised {name}", type=RunErrorType.MODEL_BAD_RESPONSE) from error

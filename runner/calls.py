@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 
 from runner import keys
+from runner.errors import RedisUnavailable
 from runner.interrupt import Body, ToolInterrupted
 from runner.models import ToolErrorInfo, ToolErrorType
 from runner.render import clean, to_json
@@ -77,9 +78,13 @@ class CallRunner:
 
         def report(done: float, total: float | None, note: str) -> None:
             data = {"done": to_json(done), "total": to_json(total), "note": clean(str(note))[:200]}
-            self._store.add_event(
-                record.run_id, "call.progress", step=record.step, call=call_id, data=data
-            )
+            try:
+                self._store.add_event(
+                    record.run_id, "call.progress", step=record.step, call=call_id, data=data
+                )
+            except RedisUnavailable as error:
+                # No reason to break off a tool half way: only followers miss something.
+                logger.warning("call=%s can't tell its progress: %s", call_id, error)
 
         return Context(
             run_id=record.run_id,

@@ -61,7 +61,14 @@ def decide_calls(
             if effect is not None:
                 effects.add(effect)
         opened.append(_open_call(agent, step, index, call, error))
-    return opened
+    if not gives_answer(agent, opened):
+        return opened
+    # An answer doesn't wait for what the user might say.
+    moot = _error(ToolErrorType.CANCELLED, "the run ends with your answer, so nobody is asked")
+    return [
+        each if each.question is None else _open_call(agent, step, index, calls[index], moot)
+        for index, each in enumerate(opened)
+    ]
 
 
 def gives_answer(agent: Agent, calls: list[OpenCall]) -> bool:

@@ -98,6 +98,10 @@ class ModelError(CeleriacError):
         self.raw = raw
 
 
+class ScriptError(CeleriacError, AssertionError):
+    """A test's scripted model was asked what its script doesn't have, or asserted in vain."""
+
+
 class ToolError(CeleriacError):
     """Raise this inside a tool: its message is for the model to read.
 

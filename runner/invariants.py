@@ -200,7 +200,8 @@ def _check_steps(look: Look) -> Iterator[str]:
     limits = look.record.limits
     if limits and look.record.step > limits.max_steps:
         yield f"it took {look.record.step} steps; its cap is {limits.max_steps}"
-    if limits and look.record.tool_calls > limits.max_tool_calls:
+    # The call of a final tool isn't held to the cap.
+    if limits and not look.record.final and look.record.tool_calls > limits.max_tool_calls:
         yield f"it made {look.record.tool_calls} calls; its cap is {limits.max_tool_calls}"
 
 

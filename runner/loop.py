@@ -13,8 +13,10 @@ import logging
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import redis
@@ -221,7 +223,7 @@ class Loop:
         started = time.monotonic()
         try:
             answer = self._take_step(record, asked)
-        except (CeleriacError, redis.RedisError, AssertionError):
+        except (CeleriacError, redis.RedisError):
             raise  # Redis is away: recovery brings the step back. A test's script is the test's.
         except Exception as error:  # noqa: BLE001 - what is the agent's own may raise anything
             answer = self._give_up(record, error, asked)
@@ -247,7 +249,12 @@ class Loop:
         except LetGo as reason:
             return self._let_go(record, reason.outcome)
         except Released:
-            outcome = self.store.release_step(record)
+            paid = asked.usage.requests > 0
+            outcome = self.store.release_step(
+                record,
+                usage=asked.usage,
+                trace=self._trace(agent, record, asked) if paid else None,
+            )
             done = outcome in (Outcome.OK, Outcome.ALREADY)
             return NextStep(record.run_id, record.step) if done else Skip(record.run_id, outcome)
         reach(Point.STEP_ANSWERED)
@@ -343,7 +350,9 @@ class Loop:
             unusable = 0
             if isinstance(reply, ToolCalls):
                 return reply
-            problem = self._check_answer(agent, record, history, reply, asked)
+            problem = self._asker.keep_lease(
+                record, partial(self._check_answer, agent, record, history, reply, asked)
+            )
             if problem is None:
                 return reply
             corrections += correction(reply, problem)
@@ -549,6 +558,7 @@ class Loop:
             final=tool is not None and tool.final,
             parts=image_parts(executed.images, call.decision.call_id),
             hidden=self._hidden(self.agents.get(call.record.agent)),
+            operation=uuid.uuid4().hex,
         )
         if outcome not in (Outcome.WAIT, Outcome.LAST):
             return Skip(run_id, outcome)
@@ -703,7 +713,12 @@ class Loop:
             "step": record.step,
             "epoch": record.epoch,
             "at": record.now,
-            "exchanges": [_hide(exchange, hidden) for exchange in asked.exchanges],
+            "exchanges": [
+                # One without a response was let go of: nobody knows what it would have been.
+                _hide(exchange, hidden)
+                for exchange in asked.exchanges
+                if "response" in exchange
+            ],
             "decisions": [_hide_decision(decision, hidden) for decision in decisions or []],
         }
         if agent is not None and record.fingerprint != agent.fingerprint:

@@ -93,7 +93,7 @@ class Limits(Frozen):
     """
 
     max_steps: int = Field(20, ge=1)
-    timeout: float = Field(600.0, gt=0, allow_inf_nan=False)
+    timeout: float = Field(600.0, gt=0, lt=10.0**9)
     max_tokens: int | None = Field(None, ge=1)
     max_tool_calls: int = Field(100, ge=0)
     max_parallel_calls: int = Field(16, ge=1)
@@ -204,8 +204,9 @@ class Usage(Frozen):
         )
 
     def priced(self, price: Price | None) -> Usage:
-        """The same with its cost; without one where the price or the usage isn't known."""
-        if price is None or not self.known:
+        """The same with its cost; without one where the price or what it is for isn't known."""
+        counted = self.prompt_tokens or self.completion_tokens
+        if price is None or not self.known or not counted:
             return self
         return self.model_copy(update={"cost": price.of(self)})
 

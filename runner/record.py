@@ -67,6 +67,7 @@ class RunRecord:
     limit: str | None
     on_finish: OnFinish | None
     promised: bool
+    to_backend: bool
     schema: int
     now: int
 
@@ -243,6 +244,7 @@ def parse_record(run_id: str, fields: Mapping[str, str], now: int) -> RunRecord:
         limit=fields.get("limit") or None,
         on_finish=OnFinish.model_validate_json(on_finish) if on_finish else None,
         promised=number("promised") == 1,
+        to_backend=number("to_backend") == 1,
         schema=number("schema"),
         now=now,
     )

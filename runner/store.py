@@ -244,6 +244,7 @@ class RunStore:
             "metadata": dump(dict(metadata or {})),
             "on_finish": on_finish.model_dump_json() if on_finish else "",
             "promised": int(promised),
+            "to_backend": int(bool(self.settings.result_backend)),
         }
         if limits:
             record |= limit_fields(limits)
@@ -364,6 +365,8 @@ class RunStore:
                 *flat(limit_fields(raised)),
                 "promised",
                 int(record.on_finish is not None or bool(self.settings.result_backend)),
+                "to_backend",
+                int(bool(self.settings.result_backend)),
             ],
         )
 
@@ -597,11 +600,13 @@ class RunStore:
         final: bool = False,
         parts: Sequence[dict[str, Any]] = (),
         hidden: frozenset[str] = frozenset(),
+        operation: str | None = None,
     ) -> tuple[Outcome, int | None]:
         """Record a call's result; answers the index of a held call whose turn has come.
 
-        `final`: its data is the run's answer. `parts` follow the block as a user message. Fields
-        called as in `hidden` are hidden in the trace.
+        `operation`: the same for each time that this is tried. `final`: its data is the run's
+        answer. `parts` follow the block as a user message. Fields called as in `hidden` are hidden
+        in the trace.
         """
         reply = self._run(
             "record_result",
@@ -627,7 +632,7 @@ class RunStore:
                 fatal.model_dump_json() if fatal else "",
                 dump(result_trace(step, result, hidden)),
                 dump(call_summary(result)),
-                self._attempt_id(),
+                operation or self._attempt_id(),
                 "" if result.ok else result.name,
                 dump(result.data) if final and result.ok else "",
                 ",".join(map(dump, parts)),
@@ -635,12 +640,24 @@ class RunStore:
         )
         return reply[0], int(reply[1]) if len(reply) > 1 else None
 
-    def release_step(self, record: RunRecord) -> Outcome:
-        """Let go of a step because this worker stops; another takes it at once."""
+    def release_step(
+        self, record: RunRecord, *, usage: Usage | None = None, trace: dict[str, Any] | None = None
+    ) -> Outcome:
+        """Let go of a step because this worker stops; another takes it at once.
+
+        `usage` and `trace` are of what was asked and answered before.
+        """
         return self._word(
             "release_step",
-            [keys.run(record.run_id), keys.DUE],
-            [record.run_id, record.epoch, ms(self.settings.hint_grace), MAX_RELEASES],
+            [keys.run(record.run_id), keys.DUE, keys.trace(record.run_id)],
+            [
+                record.run_id,
+                record.epoch,
+                ms(self.settings.hint_grace),
+                MAX_RELEASES,
+                *usage_args(usage),
+                dump(trace) if trace else "",
+            ],
         )
 
     def lose_call(
@@ -711,6 +728,7 @@ class RunStore:
                 keys.seen(TOOLS_QUEUE),
                 STEPS_QUEUE,
                 TOOLS_QUEUE,
+                keys.RUNS,
             ],
             [
                 run_id,

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 
 from runner.agents import Agent, Agents
 from runner.context import goal_message
-from runner.errors import CeleriacError
+from runner.errors import CeleriacError, ScriptError
 from runner.loop import CallTools, Loop, Next, NextStep
 from runner.models import (
     Final,
@@ -50,10 +50,13 @@ class ScriptedModel:
     async def respond(self, request: ModelRequest) -> ModelReply:
         self.requests.append(request)
         if not self._replies:
-            raise AssertionError(
+            raise ScriptError(
                 f"the model was asked {len(self.requests)} times; its script is shorter"
             )
-        return _as_reply(self._replies.popleft(), request)
+        try:
+            return _as_reply(self._replies.popleft(), request)
+        except AssertionError as error:
+            raise ScriptError(str(error)) from error
 
 
 def calls(*proposed: tuple[str, Mapping[str, Any]], text: str | None = None) -> ToolCalls:

@@ -29,7 +29,7 @@ from runner.errors import ToolDefinitionError, ToolError
 from runner.images import Image, take_images
 from runner.interrupt import Body, ToolInterrupted
 from runner.models import Evidence, Frozen, Principal, ToolErrorInfo, ToolErrorType, ToolResult
-from runner.render import clean, cut, defuse, fence, render, render_error, to_json
+from runner.render import clean, cut, defuse, dump_json, fence, render, render_error, to_json
 from runner.schema import (
     Arguments,
     build_arguments,
@@ -41,6 +41,7 @@ from runner.schema import (
 
 MAX_TOOLS = 128
 MAX_ERROR_CHARS = 4_096
+MAX_EVIDENCE_CHARS = 65_536
 MIN_OUTPUT_CHARS = 256
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
@@ -360,13 +361,11 @@ def _check_function(function: object) -> None:
 
 
 def _check_fallback(fallback: Callable[..., Any], function: Callable[..., Any], name: str) -> None:
-    try:
-        wanted, got = (list(inspect.signature(each).parameters) for each in (function, fallback))
-    except ValueError:  # a builtin
+    if not inspect.isfunction(fallback) and not inspect.ismethod(fallback):
         raise ToolDefinitionError(
-            f"tool {name}: the parameters of its fallback can't be read: wrap it in a def",
-            code="invalid_option",
-        ) from None
+            f"tool {name}: its fallback isn't a function: wrap it in a def", code="invalid_option"
+        )
+    wanted, got = (list(inspect.signature(each).parameters) for each in (function, fallback))
     if wanted != got:
         same = ", ".join(wanted) or "none"
         raise ToolDefinitionError(
@@ -471,7 +470,7 @@ def error_result(
 ) -> ToolResult:
     """The result of a call that was refused or failed; `content` is what the model reads of it."""
     error = ToolErrorInfo(
-        type=clean(error.type),
+        type=defuse(clean(error.type)),
         message=cut(defuse(clean(error.message)), MAX_ERROR_CHARS),
         retryable=error.retryable,
         fields=_clean_fields(error.fields),
@@ -507,6 +506,10 @@ def _attempt(
         return result
     value = take_images(result.value, images)
     shown = render(value, max_chars=tool.max_output_chars)
+    if tool.final and shown.truncated:
+        return _invalid_result(
+            f"the answer has {shown.output_chars} characters, at most {tool.max_output_chars}", None
+        )
     return ToolResult(
         call_id=context.call_id,
         name=tool.name,
@@ -539,7 +542,7 @@ def _validate_result(tool: Tool, returned: Any, call_id: str) -> Result[Any] | T
     result = returned if isinstance(returned, Result) else Result(returned)
     try:
         evidence = [
-            Evidence.model_validate(each).model_copy(update={"call_id": call_id})
+            _cut_evidence(Evidence.model_validate(to_json(each)), call_id)
             for each in result.evidence
         ]
     except (ValidationError, TypeError):
@@ -551,6 +554,14 @@ def _validate_result(tool: Tool, returned: Any, call_id: str) -> Result[Any] | T
         text = "; ".join(f"{path}: {reason}" for path, reason in fields.items())
         return _invalid_result(text, fields)
     return Result(value, evidence)
+
+
+def _cut_evidence(evidence: Evidence, call_id: str) -> Evidence:
+    """What is kept of it: an answer's proof, not a store for documents."""
+    size = 0 if evidence.data is None else len(dump_json(evidence.data))
+    data = evidence.data if size <= MAX_EVIDENCE_CHARS else f"[cut: {size} characters]"
+    text = cut(evidence.text, MAX_EVIDENCE_CHARS)
+    return evidence.model_copy(update={"call_id": call_id, "text": text, "data": data})
 
 
 def _validate_value(adapter: TypeAdapter[Any], value: Any) -> Any:
@@ -609,4 +620,7 @@ def _describe_failure(
 def _clean_fields(fields: Mapping[str, str] | None) -> dict[str, str] | None:
     if not fields:
         return None
-    return {clean(str(path)): cut(clean(str(reason)), 256) for path, reason in fields.items()}
+    return {
+        defuse(clean(str(path))): cut(defuse(clean(str(reason))), 256)
+        for path, reason in fields.items()
+    }

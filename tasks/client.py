@@ -243,6 +243,13 @@ class Run:
         """
         if not isinstance(text, str) or not text.strip():
             raise InvalidInput("the reply is empty; say in words what the model wants to know")
+        if len(text) > self._store.settings.max_goal_chars:
+            raise InvalidInput(
+                f"the reply has {len(text)} characters, at most "
+                f"{self._store.settings.max_goal_chars} are accepted"
+            )
+        if call is not None and not isinstance(call, str):
+            raise InvalidInput("call is the id of a question, such as '3.0'")
         publish(self._app, self._store, answer_question(self._store, self.id, text, call))
 
     def limits(self) -> Limits:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from runner.settings import Settings
 
@@ -18,7 +18,11 @@ def publishing_config(settings: Settings) -> dict[str, Any]:
         "result_accept_content": ["json"],
         # The run's record is the result; a result backend would hold a second, weaker truth.
         "task_ignore_result": True,
-        **({"result_backend": settings.result_backend} if settings.result_backend else {}),
+        **(
+            {"result_backend": _verified(settings.result_backend)}
+            if settings.result_backend
+            else {}
+        ),
         # A broker that is away costs a submit about a second, a silent one about six: recovery
         # publishes later.
         "task_publish_retry_policy": {
@@ -45,7 +49,16 @@ def publishing_config(settings: Settings) -> dict[str, Any]:
 def _broker_url(url: str) -> str:
     """The URL as Kombu spells it: a socket in the file system has a scheme of its own there."""
     if not url.startswith("unix:"):
-        return url
+        return _verified(url)
     parts = urlsplit(url)
-    database = dict(parse_qsl(parts.query)).get("db", "0")
-    return f"redis+socket://{parts.path}?virtual_host={database}"
+    options = dict(parse_qsl(parts.query))
+    password = unquote(parts.password or "") or options.get("password", "")
+    login = f":{quote(password, safe='')}@" if password else ""
+    return f"redis+socket://{login}{parts.path}?virtual_host={options.get('db', '0')}"
+
+
+def _verified(url: str) -> str:
+    """With TLS the server's certificate is checked, as redis-py does; Kombu does not by itself."""
+    if not url.startswith("rediss:") or "ssl_cert_reqs" in url:
+        return url
+    return f"{url}{'&' if '?' in url else '?'}ssl_cert_reqs=required"

@@ -5,6 +5,7 @@ At least once: a run stays in `due` until this has gone through, so a repeat has
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 from celery import Celery, states
@@ -26,6 +27,9 @@ def deliver(app: Celery, store: RunStore, run_id: str) -> None:
     record = store.read_run(run_id)
     result = store.result_of(record)
     if result is None:
+        return
+    if record.to_backend and not store.settings.result_backend:
+        logger.warning("run=%s is left to a worker that has CELERIAC_RESULT_BACKEND", run_id)
         return
     if store.settings.result_backend:
         store_ended(app, result)
@@ -65,8 +69,11 @@ def store_ended(app: Celery, result: FinalResult) -> None:
 def close_backend(app: Celery) -> None:
     """Close the result backend's connections, which `app.close()` leaves open."""
     if app.conf.result_backend:
-        app.backend.result_consumer.stop()
-        app.backend.client.close()
+        # Not every kind of backend has these.
+        with contextlib.suppress(AttributeError):
+            app.backend.result_consumer.stop()
+        with contextlib.suppress(AttributeError):
+            app.backend.client.close()
 
 
 def _reason(result: FinalResult) -> str:

@@ -111,16 +111,23 @@ def _check_config(app: Celery) -> None:
         if conf[name] != "json":
             raise SettingsError(f"{name} is {conf[name]!r}; only json is safe to read from a queue")
     for name in ("accept_content", "result_accept_content"):
-        accepted = list(conf[name] or [])
-        if accepted != ["json"]:
+        accepted = conf[name]
+        if not isinstance(accepted, list | tuple | set) or list(accepted) != ["json"]:
             raise SettingsError(f"{name} is {accepted}; it must be ['json'] and nothing else")
     if conf.task_acks_on_timeout is False:
         raise SettingsError(
             "task_acks_on_timeout=False delivers a task that timed out again and again; leave it on"
         )
-    soft = app.tasks[CALL_TOOL].soft_time_limit or conf.task_soft_time_limit
-    hard = app.tasks[CALL_TOOL].time_limit or conf.task_time_limit
-    if soft and hard and soft >= hard:
+    if app.tasks[CALL_TOOL].soft_time_limit or conf.task_soft_time_limit:
         raise SettingsError(
-            f"task_soft_time_limit ({soft:g} s) must be below the hard limit ({hard:g} s)"
+            "task_soft_time_limit would interrupt a tool when its work is done and not written "
+            "yet; leave it out: @tool(timeout=) ends a tool's body and nothing else"
         )
+    try:
+        _ = app.backend
+    except Exception as error:
+        name = type(error).__name__
+        raise SettingsError(
+            f"CELERIAC_RESULT_BACKEND can't be used ({name}); check its URL, and that what it "
+            "needs is installed"
+        ) from error

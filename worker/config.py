@@ -23,6 +23,9 @@ PROMISES = {
     "task_ignore_result": "Celery's own result would stand in for the run's",
     "task_store_errors_even_if_ignored": "a refusal would stand in for a run's end",
     "task_always_eager": "a step would run inside the one before it",
+    "task_default_priority": "a hint of another priority is in a queue that recovery can't see",
+    "task_queue_max_priority": "a hint of another priority is in a queue that recovery can't see",
+    "task_default_rate_limit": "a hint in a worker's hands can't be seen",
     "worker_prefetch_multiplier": "a hint in a worker's hands can't be seen",
     "worker_disable_prefetch": "a hint in a worker's hands can't be seen",
 }
@@ -36,9 +39,12 @@ def worker_config(settings: Settings) -> dict[str, Any]:
         "broker_read_url": config["broker_url"],
         "broker_write_url": config["broker_url"],
         "broker_transport": None,
-        "result_backend": settings.result_backend or None,
+        "result_backend": config.get("result_backend"),
         "task_store_errors_even_if_ignored": False,
         "task_always_eager": False,
+        "task_default_priority": None,
+        "task_queue_max_priority": None,
+        "task_default_rate_limit": None,
         # A queue with a name of our own: two apps on the default one discard each other's tasks.
         "task_default_queue": STEPS_QUEUE,
         # A message is acknowledged as it comes: the run's record recovers whatever is lost later.

@@ -33,6 +33,9 @@ if refused then
   return refused
 end
 local phase, step, epoch = unpack(redis.call('HMGET', KEYS[1], 'phase', 'step', 'epoch'))
+if redis.call('HGET', KEYS[1], 'all_refused') == ARGV[3] and epoch == ARGV[3] then
+  return {'ALREADY'}
+end
 if step ~= ARGV[2] or epoch ~= ARGV[3] then
   return {'FENCED'}
 end
@@ -61,7 +64,7 @@ add_event(KEYS[5], ARGV[5], 'model.answered', step, '', ARGV[15])
 local count = (#ARGV - first_call + 1) / 9
 if count == 0 then
   redis.call('HINCRBY', KEYS[1], 'step', 1)
-  redis.call('HSET', KEYS[1], 'status', 'queued')
+  redis.call('HSET', KEYS[1], 'status', 'queued', 'all_refused', epoch)
   return {'OK'}
 end
 redis.call('DEL', KEYS[3], KEYS[4])

@@ -8,6 +8,7 @@
 -- KEYS[5] tools_seen STRING
 -- KEYS[6] steps_queue LIST, where the broker is this Redis
 -- KEYS[7] tools_queue LIST, likewise
+-- KEYS[8] runs ZSET
 -- ARGV[1] id of the run
 -- ARGV[2] grace in ms
 -- ARGV[3] max_wait in ms between two looks
@@ -24,6 +25,9 @@ if status == 'finished' and redis.call('HGET', KEYS[1], 'promised') == '1' then
 end
 if not status or status == 'finished' then
   redis.call('ZREM', KEYS[3], ARGV[1])
+  if not status then
+    redis.call('ZREM', KEYS[8], ARGV[1])
+  end
   return {'STALE'}
 end
 local deadline = numbers(KEYS[1], 'deadline')
