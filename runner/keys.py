@@ -15,6 +15,9 @@ RUNS = "celeriac:runs"
 AGENTS = "celeriac:agents"
 """HASH agent name -> what clients must know of it (limits), written by workers as they start."""
 
+AGENTS_SEEN = "celeriac:agents:seen"
+"""ZSET agent name -> seconds at which a worker last announced it: one that left is forgotten."""
+
 NUDGE = "celeriac:nudge"
 """Channel that carries the id of a run that was ended from outside: its holders let go at once."""
 

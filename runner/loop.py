@@ -303,7 +303,7 @@ class Loop:
             record,
             delay=PASS_ON_DELAY,
             usage=Usage(),
-            trace={"kind": "passed_on", "step": record.step},
+            trace=None,
             event={"reason": "UNKNOWN_AGENT", "delay": PASS_ON_DELAY},
             attempts=0,
         )

@@ -77,6 +77,9 @@ MAX_LOOK_WAIT = 60.0
 REFUSES_FOR_NOW = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY")
 """How the errors start that redis-py has no class for and that pass."""
 
+ANNOUNCED_FOR = 300
+"""Seconds for which an agent is known after a worker has announced it, as it does each minute."""
+
 EVIDENCE = TypeAdapter(tuple[Evidence, ...])
 
 
@@ -489,7 +492,7 @@ class RunStore:
         *,
         delay: float,
         usage: Usage,
-        trace: dict[str, Any],
+        trace: dict[str, Any] | None,
         event: dict[str, Any],
         attempts: int = 1,
         switch: bool = False,
@@ -510,7 +513,7 @@ class RunStore:
                 ms(delay),
                 self.settings.max_events,
                 *usage_args(usage),
-                dump(trace),
+                dump(trace) if trace else "",
                 dump(event),
                 attempts,
                 int(switch),
@@ -845,17 +848,28 @@ class RunStore:
                 yield self.read_run(run_id)
 
     def publish_agents(self, limits: Mapping[str, Limits]) -> None:
-        """Tell clients that have no agents of their own which there are."""
+        """Tell clients that have no agents of their own which there are; to be told again."""
         if limits:
             catalog = {name: value.model_dump_json() for name, value in limits.items()}
             self._ask("hset", keys.AGENTS, mapping=catalog)
+            self._ask("zadd", keys.AGENTS_SEEN, dict.fromkeys(limits, self._now()))
 
     def read_agents(self) -> dict[str, Limits]:
-        catalog: dict[str, str] = self._ask("hgetall", keys.AGENTS)
+        """The agents that some worker has announced in the last minutes."""
+        since = self._now() - ANNOUNCED_FOR
+        seen = set(self._ask("zrangebyscore", keys.AGENTS_SEEN, since, "+inf"))
+        catalog: dict[str, str] = self._ask("hgetall", keys.AGENTS) if seen else {}
         # A newer worker may announce limits that this process doesn't know, nor has to.
         return {
-            name: Limits.model_validate_json(text, extra="ignore") for name, text in catalog.items()
+            name: Limits.model_validate_json(text, extra="ignore")
+            for name, text in catalog.items()
+            if name in seen
         }
+
+    def _now(self) -> int:
+        """Seconds since the epoch by Redis' clock."""
+        seconds: int = self._ask("time")[0]
+        return seconds
 
     def _attempt_id(self) -> str:
         # Host and process stand first: a parent can name the attempts of a child that is gone.

@@ -22,7 +22,14 @@ MakeStore = Callable[..., RunStore]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LASTING = {keys.DUE, keys.RUNS, keys.AGENTS, keys.seen(STEPS_QUEUE), keys.seen(TOOLS_QUEUE)}
+LASTING = {
+    keys.DUE,
+    keys.RUNS,
+    keys.AGENTS,
+    keys.AGENTS_SEEN,
+    keys.seen(STEPS_QUEUE),
+    keys.seen(TOOLS_QUEUE),
+}
 """Keys that belong to no run; they hold one entry for each run, agent or queue."""
 
 

@@ -14,7 +14,7 @@
 -- ARGV[9] total_tokens
 -- ARGV[10] unknown_usage count
 -- ARGV[11] cost in billionths
--- ARGV[12] trace entry as JSON
+-- ARGV[12] trace entry as JSON, or empty
 -- ARGV[13] event data as JSON
 -- ARGV[14] attempts that this one counts for: 1, or 0 where no model was asked
 -- ARGV[15] switch 1 where the agent's next model is to be asked instead, with attempts of its own
@@ -42,7 +42,9 @@ if ARGV[15] == '1' then
 end
 add_usage(KEYS[1], ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10], ARGV[11])
 warn_of_budgets(KEYS[2], ARGV[5], step, ARGV[16])
-redis.call('RPUSH', KEYS[3], ARGV[12])
+if ARGV[12] ~= '' then
+  redis.call('RPUSH', KEYS[3], ARGV[12])
+end
 redis.call('ZADD', KEYS[4], int(math.min(not_before, numbers(KEYS[1], 'deadline'))), ARGV[1])
 add_event(KEYS[2], ARGV[5], 'run.waiting', step, '', ARGV[13])
 return {'OK'}

@@ -35,6 +35,7 @@ from runner.models import (
 from runner.record import RunRecord, digest
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
 from runner.store import (
+    ANNOUNCED_FOR,
     BegunCall,
     BegunStep,
     Lost,
@@ -1451,6 +1452,9 @@ def test_agents_that_workers_publish_are_read_by_clients(store: RunStore) -> Non
     store.publish_agents({"a": Limits(max_steps=3), "b": Limits()})
     store.publish_agents({"b": Limits(max_steps=4)})
     assert store.read_agents() == {"a": Limits(max_steps=3), "b": Limits(max_steps=4)}
+
+    store.redis.zincrby(keys.AGENTS_SEEN, -ANNOUNCED_FOR - 60, "a")
+    assert store.read_agents() == {"b": Limits(max_steps=4)}, "a's workers are gone"
 
 
 def test_usage_adds_up_and_stays_unknown_once_it_was(store: RunStore) -> None:
