@@ -182,7 +182,6 @@ def test_a_call_that_is_held_back_runs_although_a_question_is_open(
     assert loops.reply("A001") == NextStep(RUN, 1)
 
 
-@pytest.mark.xfail(reason="a reply gives a turn to a held call although no call has ended")
 def test_a_reply_lets_no_more_calls_run_at_once(loops: Loops) -> None:
     limits = Limits(max_parallel_calls=1)
     loop, _ = asked(loops, [WHICH, LOOK, LOOK], "done", limits=limits)
