@@ -28,7 +28,6 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
     field_validator,
-    model_validator,
 )
 from pydantic.fields import FieldInfo
 
@@ -259,37 +258,12 @@ class Options(Frozen):
     approval: bool | Callable[..., Any]
     approval_timeout: float | None = Field(gt=0, allow_inf_nan=False)
 
-    @field_validator("redact", mode="before")
+    @field_validator("redact", "requires", mode="before")
     @classmethod
     def _read_names(cls, given: object) -> object:
         if isinstance(given, str):
-            raise ValueError("it is a set of field names, such as {'token'}")  # noqa: TRY004 - pydantic's
+            raise ValueError("it is a set of names, such as {'token'}")  # noqa: TRY004 - pydantic's
         return frozenset(given) if isinstance(given, Iterable) else given
-
-    @field_validator("requires", mode="before")
-    @classmethod
-    def _read_scopes(cls, given: object) -> object:
-        if isinstance(given, str):
-            raise ValueError("it is a set of scopes, such as {'refunds:write'}")  # noqa: TRY004 - pydantic's
-        return frozenset(given) if isinstance(given, Iterable) else given
-
-    @field_validator("approval")
-    @classmethod
-    def _check_rule(cls, given: bool | Callable[..., Any]) -> bool | Callable[..., Any]:
-        if not isinstance(given, bool):
-            try:
-                inspect.signature(given).bind({}, None)
-            except (TypeError, ValueError):
-                raise ValueError("it is True, or a function of (arguments, principal)") from None
-            if inspect.iscoroutinefunction(given):
-                raise ValueError("its rule must be a plain function, not an async one")
-        return given
-
-    @model_validator(mode="after")
-    def _check_timeout(self) -> Options:
-        if self.approval_timeout is not None and self.approval is False:
-            raise ValueError("approval_timeout says how long a call waits: it needs approval=")
-        return self
 
 
 # --- definition --------------------------------------------------------------------------------
@@ -381,6 +355,7 @@ def _make_tool(
     except ValidationError as error:
         faults = "; ".join(f"{path}: {reason}" for path, reason in list_faults(error).items())
         raise ToolDefinitionError(f"tool {name}: {faults}", code="invalid_option") from None
+    _check_approval(checked, name)
     if checked.fallback is not None:
         _check_fallback(checked.fallback, function, name)
     description, about = split_docstring(inspect.getdoc(function) or "")
@@ -430,6 +405,21 @@ def _check_function(function: object) -> None:
         reason = f"{label} is a generator, and a call has one result: return a list"
     if reason is not None:
         raise ToolDefinitionError(f"tool: {reason}", code="unsupported_signature")
+
+
+def _check_approval(options: Options, name: str) -> None:
+    rule, wrong = options.approval, None
+    if rule is False and options.approval_timeout is not None:
+        wrong = "approval_timeout says how long a call waits: it needs approval="
+    elif inspect.iscoroutinefunction(rule):
+        wrong = "approval: a rule is a plain function, not an async one"
+    elif not isinstance(rule, bool):
+        try:
+            inspect.signature(rule).bind({}, None)
+        except (TypeError, ValueError):
+            wrong = "approval: it is True, or a function of (arguments, principal)"
+    if wrong is not None:
+        raise ToolDefinitionError(f"tool {name}: {wrong}", code="invalid_option")
 
 
 def _check_fallback(fallback: Callable[..., Any], function: Callable[..., Any], name: str) -> None:

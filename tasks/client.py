@@ -306,8 +306,8 @@ class Run:
         `InvalidInput` where no such call waits; then nothing was changed.
         """
         by = self._decider(by)
-        next = approve_call(self._store, self.id, call, by=by, digest=digest)
-        publish(self._app, self._store, next)
+        coming = approve_call(self._store, self.id, call, by=by, digest=digest)
+        publish(self._app, self._store, coming)
 
     def deny(
         self, call: str, reason: str, *, digest: str | None = None, by: str | None = None
@@ -319,8 +319,8 @@ class Run:
         if not isinstance(reason, str) or not reason.strip():
             raise InvalidInput("the reason is empty; say in words why the call is denied")
         by, told = self._decider(by), scrub(reason[:MAX_REASON_CHARS])
-        next = deny_call(self._store, self.id, call, told, by=by, digest=digest)
-        publish(self._app, self._store, next)
+        coming = deny_call(self._store, self.id, call, told, by=by, digest=digest)
+        publish(self._app, self._store, coming)
 
     def _decider(self, by: str | None) -> str | None:
         if self._principal is None:

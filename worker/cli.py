@@ -7,7 +7,7 @@
 | 2   | bad input or configuration; nothing was changed |
 | 3   | Redis can't be reached, or what answers isn't Redis |
 | 4   | there is no such run |
-| 5   | too late: the run had already ended (cancel, resume), or the call was decided (approve, deny) |
+| 5   | too late: the run had ended (cancel, resume), or the call was decided (approve, deny) |
 | 130 | interrupted |
 | 141 | whoever read the output went away |
 
