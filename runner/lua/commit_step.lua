@@ -104,7 +104,11 @@ for index = 0, count - 1 do
       hints[#hints + 1] = index
     end
     redis.call('HSET', KEYS[3], field .. 'state', state, field .. 'hinted', int(now), field .. 'hints', 1)
-    add_event(KEYS[5], ARGV[5], digest and 'approval.requested' or 'call.queued', step, call, ARGV[at + 2])
+    if digest then
+      add_event(KEYS[5], ARGV[5], 'approval.requested', step, call, ARGV[at + 2])
+    else
+      add_event(KEYS[5], ARGV[5], 'call.queued', step, call, ARGV[at + 2])
+    end
   end
 end
 redis.call('HSET', KEYS[1], 'phase', 'tools', 'calls', count)

@@ -610,3 +610,26 @@ def test_run_agent_approves_only_where_the_test_says_true(answer: Any) -> None:
 def test_run_agent_says_what_to_do_where_nobody_decides() -> None:
     with pytest.raises(CeleriacError, match=r"call 0\.0 \(pay\).*approve=lambda"):
         run_agent(agent_of([PAY]), "go")
+
+
+# --- the invariants ----------------------------------------------------------------------------
+
+
+def test_a_run_that_does_not_say_that_it_waits_breaks_a_rule(loops: Loops) -> None:
+    requested(loops, [PAY])
+    assert check_run(loops.store, RUN) == []
+    loops.store.redis.hset(redis_keys.run(RUN), "status", "running")
+    assert check_run(loops.store, RUN) == [
+        "it is running, with 1 calls for a person and 0 that move"
+    ]
+    loops.store.redis.hset(redis_keys.run(RUN), "status", "waiting")
+
+
+def test_an_approval_that_is_forgotten_breaks_a_rule(loops: Loops) -> None:
+    loop = requested(loops, [PAY], "done")
+    drive(loop, deny(loops))
+    store, events = loops.store, redis_keys.events(RUN)
+    [finished] = loops.events("call.finished")
+    store.redis.xdel(events, finished.id)
+    assert check_run(store, RUN) == ["call 0.0 has no result, though its step is over"]
+    store.redis.xdel(events, loops.events("approval.requested")[0].id)
