@@ -23,6 +23,7 @@ from runner import (
     tool,
 )
 from runner import keys as redis_keys
+from runner.approvals import denial
 from runner.errors import CeleriacError
 from runner.invariants import check_run
 from runner.loop import (
@@ -524,14 +525,37 @@ def test_the_hint_of_an_approved_call_that_got_lost_is_found(loops: Loops) -> No
     assert drive(loop, loop.recover(RUN)) == Finish(RUN, StopReason.COMPLETED)
 
 
+def test_an_approval_puts_off_no_look_that_is_due_sooner(loops: Loops) -> None:
+    requested(loops, [PAY])
+    loops.store.redis.zadd(redis_keys.DUE, {RUN: 1})
+    approve(loops)
+    assert due(loops) == 1
+
+
+def test_a_result_that_no_attempt_brings_is_taken_only_from_a_call_that_waits_for_it(
+    loops: Loops,
+) -> None:
+    loop = requested(loops, [LOOK, PAY, ASK], "done", clarify=True)
+    for index, state in ((0, "asked"), (0, "approval"), (1, "asked"), (2, "approval")):
+        result = denial(f"0.{index}", "x", "no")
+        outcome = loops.store.record_result(RUN, 0, index, result, waits=state)
+        assert outcome == (Outcome.FENCED, None)
+    drive(loop, CallTools(RUN, 0, (0,)))
+    drive(loop, approve(loops, "0.1"))
+    drive(loop, loops.reply("A001"))
+    assert loops.contents() == ["seen", "paid 5", "A001"]
+
+
 def test_after_a_cancel_nobody_decides_any_more(loops: Loops) -> None:
     requested(loops, [PAY])
     cancel_run(loops.store, RUN, "enough")
     assert loops.contents() == [CLOSER]
     assert waiting(loops) == []
+    trace = loops.store.read_trace(RUN)
     for decide in (approve, deny):
         with pytest.raises(RunFinished, match="already ended CANCELLED; nothing was changed"):
             decide(loops)
+    assert loops.store.read_trace(RUN) == trace, "what nobody took is no late truth"
     assert loops.events("approval.decided") == []
 
 

@@ -216,6 +216,15 @@ def test_an_agent_is_refused_at_submit_by_what_the_client_knows_itself(stage: St
         client.submit("go", agent="closed")
 
 
+def test_a_start_from_a_plain_app_is_refused_likewise(stage: Stage) -> None:
+    app, run_id = stage.client._app, "start-without-admin"
+    start = {"goal": "go", "agent": "closed", "principal": {"id": "u1"}}
+    app.send_task("celeriac.start", kwargs=start, task_id=run_id, queue="celeriac.steps")
+    refused = f"run={run_id} is refused: agent closed needs the permission admin"
+    stage.fleet.wait_for(lambda: refused in stage.fleet.log("steps"))
+    told(lambda: stage.client.get(run_id))
+
+
 def test_a_run_that_got_past_submit_ends_at_its_first_step(stage: Stage) -> None:
     """As from a client that asked before the workers announced what the agent needs."""
     store = stage.client.store
