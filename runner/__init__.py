@@ -3,9 +3,11 @@
 from runner.agents import Agent, Draft
 from runner.errors import (
     AgentError,
+    AlreadyDecided,
     CeleriacError,
     InvalidInput,
     ModelError,
+    PermissionDenied,
     RedisUnavailable,
     RunFinished,
     RunNotFound,
@@ -15,6 +17,7 @@ from runner.errors import (
 )
 from runner.images import Image
 from runner.models import (
+    Approval,
     Event,
     Evidence,
     Final,
@@ -42,6 +45,8 @@ from runner.tools import Context, Result, Tool, tool
 __all__ = [
     "Agent",
     "AgentError",
+    "AlreadyDecided",
+    "Approval",
     "CeleriacError",
     "Context",
     "Draft",
@@ -55,6 +60,7 @@ __all__ = [
     "Model",
     "ModelError",
     "ModelRequest",
+    "PermissionDenied",
     "Price",
     "Principal",
     "Profile",

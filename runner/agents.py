@@ -63,7 +63,8 @@ class Agent:
 
     `fallback_models` are asked, in order, when the one before is out. `prices` say what a model's
     tokens cost, by its name; `Limits(max_cost=)` needs them. `clarify` lets the model ask the user.
-    `stream` tells followers an answer as it comes (`model.delta` events).
+    `stream` tells followers an answer as it comes (`model.delta` events). `requires` are the scopes
+    that a principal needs to use the agent at all.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Agent:
     evidence_required: bool = False
     clarify: bool = False
     stream: bool = False
+    requires: Iterable[str] = frozenset()
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -93,6 +95,9 @@ class Agent:
                 raise AgentError(f"agent {self.name}: {name} is a list, such as {name}=[...]")
         if self.response_retries < 0:
             raise AgentError(f"agent {self.name}: response_retries must be 0 or more")
+        if isinstance(self.requires, str):
+            raise AgentError(f"agent {self.name}: requires is a set of scopes, such as {{'admin'}}")
+        object.__setattr__(self, "requires", frozenset(self.requires))
         tools = (*self.tools, ask_user) if self.clarify else self.tools
         object.__setattr__(self, "toolbox", Toolbox(tools))
         object.__setattr__(

@@ -1,20 +1,27 @@
 """What becomes of the calls that a model proposes, before any of them runs.
 
-The order of checks for a call: name, arguments, limits; then it may run. A call that is refused
-gets its error result here and never reaches a handler; its siblings run.
+The order of checks for a call: name, arguments, permission, limits, approval; then it may run. A
+call that is refused gets its error result here and never reaches a handler; its siblings run.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from runner import keys
 from runner.agents import Agent
 from runner.clarify import ask_user
-from runner.models import Limits, ProposedCall, ToolDecision, ToolErrorInfo, ToolErrorType
+from runner.models import (
+    Limits,
+    Principal,
+    ProposedCall,
+    ToolDecision,
+    ToolErrorInfo,
+    ToolErrorType,
+)
 from runner.store import OpenCall
 from runner.tools import error_result
 
@@ -29,6 +36,7 @@ def decide_calls(
     limits: Limits,
     used: int,
     used_by_tool: Mapping[str, int] = MappingProxyType({}),
+    principal: Principal | None = None,
 ) -> list[OpenCall]:
     """One `OpenCall` for each proposed call, in order.
 
@@ -42,11 +50,14 @@ def decide_calls(
             "so none was run",
             retryable=True,
         )
-        return [_open_call(agent, step, index, call, flood) for index, call in enumerate(calls)]
+        return [
+            _open_call(agent, step, index, call, flood, principal)
+            for index, call in enumerate(calls)
+        ]
     opened: list[OpenCall] = []
     effects: set[tuple[str, str]] = set()
     for index, call in enumerate(calls):
-        error = call.error or _refusal(agent, call)
+        error = call.error or _refusal(agent, call, principal)
         effect = None if error else _effect(agent, call)
         if effect in effects:
             error = _error(
@@ -60,13 +71,15 @@ def decide_calls(
             by_tool[call.name] += 1
             if effect is not None:
                 effects.add(effect)
-        opened.append(_open_call(agent, step, index, call, error))
+        opened.append(_open_call(agent, step, index, call, error, principal))
     if not gives_answer(agent, opened):
         return opened
     # An answer doesn't wait for what the user might say.
     moot = _error(ToolErrorType.CANCELLED, "the run ends with your answer, so nobody is asked")
     return [
-        each if each.question is None else _open_call(agent, step, index, calls[index], moot)
+        each
+        if each.question is None
+        else _open_call(agent, step, index, calls[index], moot, principal)
         for index, each in enumerate(opened)
     ]
 
@@ -103,7 +116,7 @@ def _exceeded(
     return None
 
 
-def _refusal(agent: Agent, call: ProposedCall) -> ToolErrorInfo | None:
+def _refusal(agent: Agent, call: ProposedCall, principal: Principal | None) -> ToolErrorInfo | None:
     tool = agent.toolbox.get(call.name)
     if tool is None:
         known = ", ".join(agent.toolbox.names) or "none"
@@ -113,7 +126,20 @@ def _refusal(agent: Agent, call: ProposedCall) -> ToolErrorInfo | None:
             retryable=True,
         )
     parsed = tool.parse(call.arguments)
-    return parsed if isinstance(parsed, ToolErrorInfo) else None
+    if isinstance(parsed, ToolErrorInfo):
+        return parsed
+    if missing := missing_scopes(tool.requires, principal):
+        return _error(
+            ToolErrorType.PERMISSION_DENIED,
+            f"{call.name} needs the permission {', '.join(missing)}, which the user of this run "
+            "doesn't have; go on without it",
+        )
+    return None
+
+
+def missing_scopes(required: Iterable[str], principal: Principal | None) -> list[str]:
+    """The scopes that a principal lacks, sorted; nobody has none."""
+    return sorted(set(required) - (principal.scopes if principal else set()))
 
 
 def _effect(agent: Agent, call: ProposedCall) -> tuple[str, str] | None:
@@ -125,7 +151,12 @@ def _effect(agent: Agent, call: ProposedCall) -> tuple[str, str] | None:
 
 
 def _open_call(
-    agent: Agent, step: int, index: int, call: ProposedCall, error: ToolErrorInfo | None
+    agent: Agent,
+    step: int,
+    index: int,
+    call: ProposedCall,
+    error: ToolErrorInfo | None,
+    principal: Principal | None,
 ) -> OpenCall:
     tool = agent.toolbox.get(call.name)
     call_id = keys.call_id(step, index)
@@ -139,6 +170,10 @@ def _open_call(
         question=json.loads(call.arguments)["question"]
         if tool is ask_user and error is None
         else None,
+        needs_approval=tool is not None
+        and error is None
+        and tool.needs_approval(call.arguments, principal),
+        approval_timeout=tool.approval_timeout if tool is not None else None,
     )
 
 

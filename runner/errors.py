@@ -48,6 +48,14 @@ class InvalidInput(CeleriacError):
     """What the caller gave can't be accepted; nothing was changed."""
 
 
+class PermissionDenied(InvalidInput):
+    """The principal may not do this; nothing was changed."""
+
+
+class AlreadyDecided(CeleriacError):
+    """The call was approved or denied before, or its time to be was over; nothing was changed."""
+
+
 class RunNotFound(CeleriacError):
     """There is no record of such a run: never made, deleted, or past its retention."""
 

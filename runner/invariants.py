@@ -23,7 +23,7 @@ Message = dict[str, Any]
 NO_KEY, NO_TTL = -2, -1
 """What Redis answers instead of a TTL."""
 
-CALL_STATES = {"held", "queued", "running", "asked", "done"}
+CALL_STATES = {"held", "queued", "running", "asked", "approval", "done"}
 
 
 @dataclass(frozen=True)
@@ -324,12 +324,22 @@ def _check_open_calls(look: Look) -> Iterator[str]:
             yield f"call {call_id} was started {started} times; it may be {starts} times"
     if strangers := look.results.keys() - set(map(str, range(look.call_count))):
         yield f"there are results of calls {sorted(strangers)}, which nobody made"
+    yield from _check_waiting(look, states)
     if look.call_count <= states["done"]:
         yield "every call has its result, but the step is still open"
     in_flight = states["queued"] + states["running"]
     most = (look.record.limits or Limits()).max_parallel_calls
     if in_flight > most:
         yield f"{in_flight} calls are in flight; the limit is {most}"
+
+
+def _check_waiting(look: Look, states: Counter[str]) -> Iterator[str]:
+    """A run waits for a person when nothing else moves, and only then."""
+    asked = states["asked"] + states["approval"]
+    moving = states["held"] + states["queued"] + states["running"]
+    waits = look.record.status is RunStatus.WAITING
+    if waits != (asked > 0 and moving == 0):
+        yield f"it is {look.record.status}, with {asked} calls for a person and {moving} that move"
 
 
 def _check_events(look: Look) -> Iterator[str]:
@@ -342,7 +352,7 @@ def _check_events(look: Look) -> Iterator[str]:
             if what in over:
                 yield f"{what} was answered twice"
             over.add(what)
-        elif event.type == "call.queued":
+        elif event.type in ("call.queued", "approval.requested"):
             queued[what] = event.step or 0
         elif event.type in ("step.started", "call.started") and what in over:
             yield f"{what} was started after it was answered"

@@ -22,8 +22,10 @@ from typing import Any, ParamSpec, TypeVar
 import redis
 from pydantic import JsonValue
 
+from runner import keys
 from runner.agents import Agent, Agents, Draft
 from runner.answers import find_fault, read_answer
+from runner.approvals import TIMED_OUT, UNDECIDED, approve, denial, deny
 from runner.ask import Asked, Asker, LetGo, Released
 from runner.budgets import warn_of_budgets
 from runner.calls import CallRunner
@@ -39,13 +41,14 @@ from runner.context import (
     notice,
     tool_message,
 )
-from runner.decide import count_invalid, decide_calls, gives_answer
+from runner.decide import count_invalid, decide_calls, gives_answer, missing_scopes
 from runner.errors import CeleriacError, InvalidInput, ModelError, RedisUnavailable
 from runner.failpoints import Point, reach
 from runner.guards import look_at_progress
 from runner.images import image_parts
 from runner.model import OpenAIModel, retry_delay
 from runner.models import (
+    Decided,
     Final,
     Limits,
     Model,
@@ -64,7 +67,7 @@ from runner.record import RunRecord, dump
 from runner.redact import redact
 from runner.render import clean
 from runner.settings import Settings
-from runner.store import BegunCall, EndedRun, Outcome, RunStore
+from runner.store import BegunCall, EndedRun, Lost, Outcome, RunStore
 from runner.tools import Executed, Tool, error_result
 
 logger = logging.getLogger(__name__)
@@ -236,6 +239,8 @@ class Loop:
         agent = self.agents.get(record.agent)
         if agent is None:
             return self._without_agent(record, asked)
+        if missing := missing_scopes(agent.requires, record.principal):
+            return self._deny_agent(record, missing)
         record = self._adopt_limits(record) or record
         history = self.store.read_messages(record.run_id)
         most = _limits(record).max_repeats
@@ -263,6 +268,16 @@ class Loop:
                 return self._finish(agent, record, reply, asked)
             case ToolCalls():
                 return self._call_tools(agent, record, reply, asked)
+
+    def _deny_agent(self, record: RunRecord, missing: list[str]) -> Next:
+        """End a run whose principal may not use its agent; the model isn't asked."""
+        message = (
+            f"agent {record.agent} needs the permission {', '.join(missing)}, which the principal "
+            "of this run doesn't have"
+        )
+        reason = StopReason.PERMISSION_DENIED
+        error = RunError(type=reason, message=message)
+        return self._end(record, reason, None, held=True, error=error)
 
     def _give_up(self, record: RunRecord, error: Exception, asked: Asked) -> Next:
         """Count what was paid for, and end the run with a word for it instead of three tries."""
@@ -390,6 +405,7 @@ class Loop:
             limits=limits,
             used=record.tool_calls,
             used_by_tool=record.used,
+            principal=record.principal,
         )
         decisions = [
             {
@@ -588,6 +604,8 @@ class Loop:
                 return NextStep(run_id, lost.step)
             case Outcome.CALLS:
                 return CallTools(run_id, lost.step, lost.calls)
+            case Outcome.UNDECIDED:
+                return self._deny_undecided(run_id, lost)
             case Outcome.EXPIRED if lost.record is not None:
                 answered = lost.record.phase == "model" and lost.record.final is not None
                 if answered or self._gain_time(lost.record):
@@ -598,6 +616,23 @@ class Loop:
                 return Finish(run_id, stop_reason, promised=True)
             case _:
                 return Skip(run_id, lost.outcome)
+
+    def _deny_undecided(self, run_id: str, lost: Lost) -> Next:
+        """Give the calls that nobody decided on in time their result; then look at the others."""
+        names = {each.call_id: each.tool for each in self.store.read_approvals(run_id)}
+        for index in lost.calls:
+            call_id = keys.call_id(lost.step, index)
+            outcome, turn = self.store.record_result(
+                run_id,
+                lost.step,
+                index,
+                denial(call_id, names.get(call_id, ""), UNDECIDED),
+                waits="approval",
+                decided=TIMED_OUT,
+            )
+            if outcome is Outcome.LAST:
+                return _after_result(run_id, lost.step, outcome, turn)
+        return self.recover(run_id)
 
     def _stop(self, record: RunRecord, outcome: Outcome) -> Next:
         """End a run that a limit has reached."""
@@ -793,11 +828,48 @@ def answer_question(store: RunStore, run_id: str, text: str, call_id: str | None
         output_chars=len(reply),
     )
     outcome, turn = store.record_result(
-        run_id, int(step), int(index), result, hidden=frozenset(store.settings.redact)
+        run_id,
+        int(step),
+        int(index),
+        result,
+        hidden=frozenset(store.settings.redact),
+        waits="asked",
     )
     if outcome not in (Outcome.WAIT, Outcome.LAST):
         raise InvalidInput(f"question {call_id} of run {run_id} was answered or closed meanwhile")
     return _after_result(run_id, int(step), outcome, turn)
+
+
+def approve_call(
+    store: RunStore,
+    run_id: str,
+    call_id: str,
+    *,
+    by: str | None = None,
+    digest: str | None = None,
+) -> Next:
+    """Let a call run that waits for an approval; needs no worker.
+
+    Raises `AlreadyDecided`, `RunFinished`, or `InvalidInput` where the call doesn't wait or has
+    other arguments than those of the `digest`; then nothing was changed.
+    """
+    step, hint = approve(store, run_id, call_id, by=by, digest=digest)
+    return Wait(run_id) if hint is None else CallTools(run_id, step, (hint,))
+
+
+def deny_call(
+    store: RunStore,
+    run_id: str,
+    call_id: str,
+    reason: str,
+    *,
+    by: str | None = None,
+    digest: str | None = None,
+) -> Next:
+    """Have the model read this reason in place of a result; needs no worker. Raises likewise."""
+    decided = Decided(approved=False, by=by)
+    step, outcome = deny(store, run_id, call_id, reason, decided=decided, digest=digest)
+    return _after_result(run_id, step, outcome, None)
 
 
 def cancel_run(store: RunStore, run_id: str, reason: str) -> EndedRun:

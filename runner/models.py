@@ -120,6 +120,28 @@ class Principal(Frozen):
     scopes: frozenset[str] = frozenset()
 
 
+class Approval(Frozen):
+    """A call that waits until somebody approves or denies it.
+
+    `digest` stands for the tool and these exact arguments; `decide_by` is when it is denied for
+    want of a decision, in seconds since the epoch by Redis' clock (None: by the run's deadline).
+    """
+
+    call_id: str
+    tool: str
+    arguments: dict[str, JsonValue]
+    digest: str
+    decide_by: float | None = None
+
+
+class Decided(Frozen):
+    """What was decided on a call; `by` is the principal's id. `reason` TIMEOUT: nobody decided."""
+
+    approved: bool
+    by: str | None = None
+    reason: str | None = None
+
+
 class OnFinish(Frozen):
     """The Celery task that is handed a run's `FinalResult`, and the queue that it is read from."""
 

@@ -72,6 +72,11 @@ class RunRecord:
     now: int
 
     @property
+    def tenant(self) -> str:
+        """Whose run it is; empty where nobody said."""
+        return self.principal.tenant if self.principal else ""
+
+    @property
     def remaining(self) -> float:
         """Seconds to the deadline."""
         return (self.deadline - self.now) / 1000
@@ -143,6 +148,11 @@ def result_trace(step: int, result: ToolResult, hidden: frozenset[str]) -> dict[
 def digest(text: str) -> str:
     # A caller's key may be of any length and characters; ours isn't.
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def call_digest(name: str, arguments: str) -> str:
+    """What stands for a call and its exact arguments, as somebody who decides on it is shown."""
+    return digest(f"{name} {arguments}")
 
 
 def flat(fields: Mapping[str, str | int]) -> list[str | int]:

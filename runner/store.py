@@ -7,14 +7,16 @@ safe to call twice, since the client sends a script again when a reply is lost.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import socket
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
 import redis
@@ -27,6 +29,8 @@ from runner import keys
 from runner.errors import RedisUnavailable, RunNotFound, SchemaError
 from runner.models import (
     SCHEMA_VERSION,
+    Approval,
+    Decided,
     Event,
     Evidence,
     FinalResult,
@@ -41,6 +45,7 @@ from runner.models import (
 )
 from runner.record import (
     RunRecord,
+    call_digest,
     call_summary,
     digest,
     dump,
@@ -74,6 +79,9 @@ CLAIM = 2.0
 MAX_LOOK_WAIT = 60.0
 """Seconds at most between two looks at a run that isn't finished."""
 
+PAGE = 500
+"""Runs whose tenant is looked up in one request."""
+
 REFUSES_FOR_NOW = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY")
 """How the errors start that redis-py has no class for and that pass."""
 
@@ -93,6 +101,7 @@ class Outcome(StrEnum):
     CANCELLED = "CANCELLED"
     CAPPED = "CAPPED"
     CREATED = "CREATED"
+    DECIDED = "DECIDED"
     DELIVER = "DELIVER"
     DUPLICATE = "DUPLICATE"
     EXHAUSTED = "EXHAUSTED"
@@ -107,6 +116,7 @@ class Outcome(StrEnum):
     POISONED = "POISONED"
     STALE = "STALE"
     STEP = "STEP"
+    UNDECIDED = "UNDECIDED"
     WAIT = "WAIT"
 
 
@@ -144,6 +154,7 @@ class OpenCall:
     """A call as `commit_step` stores it: `result` is there only where the runtime refused it.
 
     `question`: it is for the user, whose reply is its result; no worker runs it.
+    `needs_approval`: none does before somebody has approved it, within `approval_timeout` seconds.
     """
 
     provider_id: str
@@ -151,11 +162,20 @@ class OpenCall:
     starts: int
     result: ToolResult | None = None
     question: str | None = None
+    needs_approval: bool = False
+    approval_timeout: float | None = None
+
+    @property
+    def digest(self) -> str:
+        return call_digest(self.decision.name, self.decision.arguments)
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """What `recover_run` found: the hints to publish again, or the record past its deadline."""
+    """What `recover_run` found: the hints to publish again, or the record past its deadline.
+
+    `UNDECIDED`: the calls whose time to be approved is over.
+    """
 
     outcome: Outcome
     step: int = 0
@@ -453,7 +473,7 @@ class RunStore:
                 dump(result.content) if result else "",
                 dump(result_trace(record.step, result, hidden)) if result else "",
                 call.decision.name,
-                "run" if call.question is None else "asked",
+                _who_acts(call),
             ]
         reply = self._run(
             "commit_step",
@@ -604,12 +624,17 @@ class RunStore:
         parts: Sequence[dict[str, Any]] = (),
         hidden: frozenset[str] = frozenset(),
         operation: str | None = None,
+        waits: str | None = None,
+        decided: Decided | None = None,
+        digest: str | None = None,
     ) -> tuple[Outcome, int | None]:
         """Record a call's result; answers the index of a held call whose turn has come.
 
         `operation`: the same for each time that this is tried. `final`: its data is the run's
         answer. `parts` follow the block as a user message. Fields called as in `hidden` are hidden
-        in the trace.
+        in the trace. A result that no attempt brings is taken only from a call that `waits` in that
+        state, and with these arguments (`digest`); `decided`: it is a denial, of which the first
+        stands.
         """
         reply = self._run(
             "record_result",
@@ -636,9 +661,36 @@ class RunStore:
                 dump(result_trace(step, result, hidden)),
                 dump(call_summary(result)),
                 operation or self._attempt_id(),
-                "" if result.ok else result.name,
+                # A denial is no failure of the tool's.
+                "" if result.ok or decided else result.name,
                 dump(result.data) if final and result.ok else "",
                 ",".join(map(dump, parts)),
+                waits or "",
+                decided.model_dump_json(exclude_none=True) if decided else "",
+                digest or "",
+            ],
+        )
+        return reply[0], int(reply[1]) if len(reply) > 1 else None
+
+    def decide_call(
+        self, run_id: str, step: int, index: int, decided: Decided, *, digest: str
+    ) -> tuple[Outcome, int | None]:
+        """Let a call run that waits for an approval; answers its index where its hint goes out.
+
+        `digest` is that of the `Approval` that was shown.
+        """
+        reply = self._run(
+            "decide_call",
+            [keys.run(run_id), keys.calls(run_id), keys.events(run_id), keys.DUE],
+            [
+                run_id,
+                step,
+                index,
+                digest,
+                ms(self.settings.hint_grace),
+                self.settings.max_events,
+                self._attempt_id(),
+                decided.model_dump_json(exclude_none=True),
             ],
         )
         return reply[0], int(reply[1]) if len(reply) > 1 else None
@@ -763,9 +815,7 @@ class RunStore:
         """The record, or `RunNotFound`."""
         fields: dict[str, str] = self._ask("hgetall", keys.run(run_id))
         if not fields:
-            raise RunNotFound(
-                f"no run {run_id}: it was never submitted here, or its retention is over"
-            )
+            raise no_such_run(run_id)
         return parse_record(run_id, fields, int(time.time() * 1000))
 
     def read_messages(self, run_id: str) -> list[dict[str, Any]]:
@@ -830,6 +880,22 @@ class RunStore:
             for n, decision in zip(asked, decisions, strict=True)
         }
 
+    def read_approvals(self, run_id: str) -> list[Approval]:
+        """The calls that a run waits for somebody to approve or deny, in call order."""
+        self.read_run(run_id)
+        calls: dict[str, str] = self._ask("hgetall", keys.calls(run_id))
+        waiting = sorted(
+            int(field.partition(".")[0])
+            for field, state in calls.items()
+            if field.endswith(".state") and state == "approval"
+        )
+        return [_approval(calls, index) for index in waiting]
+
+    def read_decided(self, run_id: str, call_id: str) -> Decided | None:
+        """What was decided on a call that needed an approval; None where nothing was."""
+        text: str | None = self._ask("hget", keys.run(run_id), f"decided.{call_id}")
+        return None if text is None else Decided.model_validate_json(text.partition(" ")[2])
+
     def read_evidence(self, run_id: str) -> list[Evidence]:
         """What the calls found so far, in call order."""
         lists = self._ask("lrange", keys.evidence(run_id), 0, -1)
@@ -841,18 +907,57 @@ class RunStore:
         starts = self._ask("hget", keys.calls(run_id), f"{index}.starts")
         return record.step == step and int(starts or 0) > 1
 
-    def list_runs(self, limit: int) -> Iterator[RunRecord]:
-        """Runs, unfinished ones first, then the last finished; at most `limit` are looked at."""
-        for run_id in self._ask("zrevrange", keys.RUNS, 0, limit - 1):
+    def list_runs(self, limit: int, *, tenant: str | None = None) -> Iterator[RunRecord]:
+        """Runs, unfinished ones first, then the last finished; at most `limit` are looked at.
+
+        With a `tenant`, its runs alone, and as if there were no others.
+        """
+        run_ids = (
+            self._ask("zrevrange", keys.RUNS, 0, limit - 1)
+            if tenant is None
+            else itertools.islice(self._runs_of(tenant), limit)
+        )
+        for run_id in run_ids:
             with contextlib.suppress(RunNotFound, SchemaError):
                 yield self.read_run(run_id)
 
-    def publish_agents(self, limits: Mapping[str, Limits]) -> None:
-        """Tell clients that have no agents of their own which there are; to be told again."""
+    def _runs_of(self, tenant: str) -> Iterator[str]:
+        seen: set[str] = set()  # the index moves on between two pages
+        for start in itertools.count(0, PAGE):
+            run_ids: list[str] = self._ask("zrevrange", keys.RUNS, start, start + PAGE - 1)
+            pipe: Any = self.redis.pipeline(transaction=False)
+            for run_id in run_ids:
+                pipe.hget(keys.run(run_id), "tenant")
+            with reporting_redis_errors():
+                tenants: list[str | None] = pipe.execute()
+            for run_id, of in zip(run_ids, tenants, strict=True):
+                if of == tenant and run_id not in seen:
+                    seen.add(run_id)
+                    yield run_id
+            if len(run_ids) < PAGE:
+                return
+
+    def publish_agents(
+        self,
+        limits: Mapping[str, Limits],
+        requires: Mapping[str, Iterable[str]] = MappingProxyType({}),
+    ) -> None:
+        """Tell clients that have no agents of their own which there are, and whom they serve.
+
+        To be told again, before they are forgotten.
+        """
         if limits:
-            catalog = {name: value.model_dump_json() for name, value in limits.items()}
+            catalog = {
+                name: dump(value.model_dump(mode="json") | {"requires": [*requires.get(name, ())]})
+                for name, value in limits.items()
+            }
             self._ask("hset", keys.AGENTS, mapping=catalog)
             self._ask("zadd", keys.AGENTS_SEEN, dict.fromkeys(limits, self._now()))
+
+    def read_requires(self, agent: str) -> frozenset[str]:
+        """The scopes that an agent needs, as the workers announce them; none where none does."""
+        text: str | None = self._ask("hget", keys.AGENTS, agent)
+        return frozenset(json.loads(text).get("requires", ())) if text else frozenset()
 
     def read_agents(self) -> dict[str, Limits]:
         """The agents that some worker has announced in the last minutes."""
@@ -911,6 +1016,11 @@ class RunStore:
             return getattr(self.redis, command)(*args, **options)
 
 
+def no_such_run(run_id: str) -> RunNotFound:
+    """The one error for a run that isn't there, or isn't there for whoever asks."""
+    return RunNotFound(f"no run {run_id}: it was never submitted here, or its retention is over")
+
+
 @contextlib.contextmanager
 def reporting_redis_errors() -> Iterator[None]:
     """Turn what redis-py raises into one clear sentence, without the URL and its password."""
@@ -948,8 +1058,30 @@ def reporting_redis_errors() -> Iterator[None]:
         ) from error
 
 
+def _who_acts(call: OpenCall) -> str:
+    """Who is to act on an open call first, as `commit_step` is told."""
+    if call.needs_approval:
+        patience = 0 if call.approval_timeout is None else max(1, ms(call.approval_timeout))
+        return f"approval {call.digest} {patience}"
+    return "run" if call.question is None else "asked"
+
+
+def _approval(calls: Mapping[str, str], index: int) -> Approval:
+    decision = ToolDecision.model_validate_json(calls[f"{index}.decision"])
+    decide_by = int(calls[f"{index}.decide_by"])
+    return Approval(
+        call_id=decision.call_id,
+        tool=decision.name,
+        arguments=json.loads(decision.arguments),
+        digest=calls[f"{index}.digest"],
+        decide_by=decide_by / 1000 if decide_by else None,
+    )
+
+
 def _opening(call: OpenCall) -> dict[str, Any]:
     """What an event says of a call that a step opens."""
+    if call.needs_approval:
+        return {"tool": call.decision.name, "digest": call.digest}
     if call.result is not None:
         return call_summary(call.result)
     if call.question is not None:

@@ -17,8 +17,9 @@ from pydantic import JsonValue
 from runner.agents import Agent, Agents
 from runner.context import goal_message
 from runner.errors import CeleriacError, ScriptError
-from runner.loop import CallTools, Loop, Next, NextStep
+from runner.loop import CallTools, Loop, Next, NextStep, approve_call, deny_call
 from runner.models import (
+    Approval,
     Final,
     FinalResult,
     ModelReply,
@@ -75,11 +76,13 @@ def run_agent(
     model: ScriptedModel | None = None,
     principal: Principal | None = None,
     metadata: Mapping[str, JsonValue] | None = None,
+    approve: Callable[[Approval], bool | str] | None = None,
 ) -> FinalResult:
     """Run an agent to its end, here and now, through the same loop and the same transitions.
 
     `model` takes the place of the agent's own. A wait (a retry after an error) isn't slept through:
-    it raises, since a test that means to wait wants a real worker.
+    it raises, since a test that means to wait wants a real worker. `approve` is asked of each call
+    that needs an approval, when nothing else moves: True, or False or a reason to deny it.
     """
     settings = Settings()
     store = RunStore(settings, fakeredis.FakeRedis(decode_responses=True))
@@ -95,12 +98,14 @@ def run_agent(
         metadata=metadata,
     )
     try:
-        return _drive(loop, store, run_id)
+        return _drive(loop, store, run_id, approve)
     finally:
         loop.close()
 
 
-def _drive(loop: Loop, store: RunStore, run_id: str) -> FinalResult:
+def _drive(
+    loop: Loop, store: RunStore, run_id: str, approve: Callable[[Approval], bool | str] | None
+) -> FinalResult:
     pending: deque[Next] = deque([NextStep(run_id, 0)])
     while pending:
         match pending.popleft():
@@ -110,10 +115,31 @@ def _drive(loop: Loop, store: RunStore, run_id: str) -> FinalResult:
                 pending.extend(loop.call_tool(run_id, step, index) for index in indexes)
             case _:
                 pass
+        waiting = [] if pending else store.read_approvals(run_id)
+        if waiting:
+            pending.append(_decide(store, run_id, waiting[0], approve))
     result = store.read_result(run_id)
     if result is None:
         raise CeleriacError("the run is waiting (a retry after an error), which run_agent doesn't")
     return result
+
+
+def _decide(
+    store: RunStore,
+    run_id: str,
+    waiting: Approval,
+    approve: Callable[[Approval], bool | str] | None,
+) -> Next:
+    if approve is None:
+        raise CeleriacError(
+            f"the run waits for an approval of call {waiting.call_id} ({waiting.tool}); decide on "
+            "it with run_agent(..., approve=lambda call: True), or return a reason to deny it"
+        )
+    decision = approve(waiting)
+    if decision is True:
+        return approve_call(store, run_id, waiting.call_id, digest=waiting.digest)
+    reason = decision if isinstance(decision, str) else "denied by the test"
+    return deny_call(store, run_id, waiting.call_id, reason, digest=waiting.digest)
 
 
 def _as_reply(reply: Reply, request: ModelRequest) -> ModelReply:

@@ -22,7 +22,13 @@ from datetime import datetime
 from types import FrameType, UnionType
 from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin, overload
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
 
 from runner.errors import ToolDefinitionError, ToolError
@@ -51,6 +57,9 @@ running_call: ContextVar[str | None] = ContextVar("running_call", default=None)
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+ApprovalRule = Callable[[dict[str, Any], Principal | None], bool]
+"""Of a call's arguments and the run's principal: only where it returns False, the call may run."""
 
 
 def _is_never_cancelled() -> bool:
@@ -121,6 +130,11 @@ class Tool:
     `max_calls` is how often a run may call it. After it failed `fallback_after` times in a run,
     `fallback`, a function of the same parameters, answers in its place. What a `final` tool returns
     is the run's answer. The values of fields called as in `redact` are hidden in the trace.
+
+    `requires` are the scopes that the run's principal needs. `approval`: somebody has to approve a
+    call before it runs, or those calls for which this function of the arguments (as the tool gets
+    them) and the principal doesn't return False; where nobody does within `approval_timeout`
+    seconds, it is denied.
     """
 
     name: str
@@ -139,6 +153,9 @@ class Tool:
     fallback_after: int = 3
     final: bool = False
     redact: frozenset[str] = frozenset()
+    requires: frozenset[str] = frozenset()
+    approval: bool | ApprovalRule = False
+    approval_timeout: float | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -161,6 +178,24 @@ class Tool:
     def parse(self, arguments: str) -> dict[str, Any] | ToolErrorInfo:
         """Argument text as keyword arguments, or the `INVALID_ARGUMENT` that the model reads."""
         return self.arguments.parse(arguments)
+
+    def needs_approval(self, arguments: str, principal: Principal | None) -> bool:
+        """Whether somebody has to approve this call first; in doubt, somebody has to."""
+        if isinstance(self.approval, bool):
+            return self.approval
+        given = self.parse(arguments)
+        if isinstance(given, ToolErrorInfo):
+            return True
+        defaults = {
+            name: deepcopy(each.default)
+            for name, each in inspect.signature(self.function).parameters.items()
+            if each.default is not each.empty and name not in self.injected
+        }
+        try:
+            return self.approval({**defaults, **given}, principal) is not False
+        except Exception as error:  # noqa: BLE001 - a rule that can't tell lets nothing pass
+            logger.warning("tool %s: its approval rule raised %s", self.name, type(error).__name__)
+            return True
 
 
 class Toolbox:
@@ -220,12 +255,15 @@ class Options(Frozen):
     fallback_after: int = Field(ge=1)
     final: bool
     redact: frozenset[str]
+    requires: frozenset[str]
+    approval: bool | Callable[..., Any]
+    approval_timeout: float | None = Field(gt=0, allow_inf_nan=False)
 
-    @field_validator("redact", mode="before")
+    @field_validator("redact", "requires", mode="before")
     @classmethod
     def _read_names(cls, given: object) -> object:
         if isinstance(given, str):
-            raise ValueError("it is a set of field names, such as {'token'}")  # noqa: TRY004 - pydantic's
+            raise ValueError("it is a set of names, such as {'token'}")  # noqa: TRY004 - pydantic's
         return frozenset(given) if isinstance(given, Iterable) else given
 
 
@@ -248,6 +286,9 @@ def tool(
     fallback_after: int = 3,
     final: bool = False,
     redact: Iterable[str] = (),
+    requires: Iterable[str] = (),
+    approval: bool | ApprovalRule = False,
+    approval_timeout: float | None = None,
 ) -> Callable[[Callable[..., Any]], Tool]: ...
 def tool(
     function: Callable[..., Any] | None = None,
@@ -264,6 +305,9 @@ def tool(
     fallback_after: int = 3,
     final: bool = False,
     redact: Iterable[str] = (),
+    requires: Iterable[str] = (),
+    approval: bool | ApprovalRule = False,
+    approval_timeout: float | None = None,
 ) -> Tool | Callable[[Callable[..., Any]], Tool]:
     """Make a function a tool: `@tool`, or `@tool(timeout=5, idempotent=True)`.
 
@@ -286,6 +330,9 @@ def tool(
             "fallback_after": fallback_after,
             "final": final,
             "redact": redact,
+            "requires": requires,
+            "approval": approval,
+            "approval_timeout": approval_timeout,
         },
     )
     return make if function is None else make(function)
@@ -309,6 +356,7 @@ def _make_tool(
     except ValidationError as error:
         faults = "; ".join(f"{path}: {reason}" for path, reason in list_faults(error).items())
         raise ToolDefinitionError(f"tool {name}: {faults}", code="invalid_option") from None
+    _check_approval(checked, name)
     if checked.fallback is not None:
         _check_fallback(checked.fallback, function, name)
     description, about = split_docstring(inspect.getdoc(function) or "")
@@ -358,6 +406,21 @@ def _check_function(function: object) -> None:
         reason = f"{label} is a generator, and a call has one result: return a list"
     if reason is not None:
         raise ToolDefinitionError(f"tool: {reason}", code="unsupported_signature")
+
+
+def _check_approval(options: Options, name: str) -> None:
+    rule, wrong = options.approval, None
+    if rule is False and options.approval_timeout is not None:
+        wrong = "approval_timeout says how long a call waits: it needs approval="
+    elif inspect.iscoroutinefunction(rule):
+        wrong = "approval: a rule is a plain function, not an async one"
+    elif not isinstance(rule, bool):
+        try:
+            inspect.signature(rule).bind({}, None)
+        except (TypeError, ValueError):
+            wrong = "approval: it is True, or a function of (arguments, principal)"
+    if wrong is not None:
+        raise ToolDefinitionError(f"tool {name}: {wrong}", code="invalid_option")
 
 
 def _check_fallback(fallback: Callable[..., Any], function: Callable[..., Any], name: str) -> None:

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from runner import keys
 from runner.agents import NAME, Agents
 from runner.context import goal_message
-from runner.errors import AgentError, InvalidInput
+from runner.decide import missing_scopes
+from runner.errors import AgentError, InvalidInput, PermissionDenied
 from runner.models import Limits, OnFinish, Principal
 from runner.store import Outcome, RunStore
 
@@ -50,16 +51,19 @@ def accept_goal(
 ) -> Accepted:
     """Write the record of a new run, or find the one that the key or the id already stands for.
 
-    Raises `InvalidInput` or `AgentError`; then nothing was written.
+    Raises `InvalidInput` (`PermissionDenied` where the principal may not use the agent) or
+    `AgentError`; then nothing was written.
     """
     _check_goal(goal, store.settings.max_goal_chars)
     limits = _limits_of(store, _check_agent(agent), agents)
+    acting = check_principal(principal)
+    _check_permission(store, agent, agents, acting)
     outcome, known_id = store.create_run(
         run_id=keys.check_run_id(run_id) if run_id else new_run_id(),
         agent=agent,
         messages=[goal_message(goal)],
         limits=limits,
-        principal=_check_principal(principal),
+        principal=acting,
         metadata=_check_metadata(metadata),
         idempotency_key=_check_idempotency_key(idempotency_key),
         on_finish=(task := _check_on_finish(on_finish)),
@@ -133,6 +137,18 @@ def _limits_of(store: RunStore, agent: str, agents: Agents | None) -> Limits | N
     return catalog.get(agent)
 
 
+def _check_permission(
+    store: RunStore, agent: str, agents: Agents | None, principal: Principal | None
+) -> None:
+    """Refuse what the first step would refuse, where the agent's requirements are known by now."""
+    required = agents[agent].requires if agents is not None else store.read_requires(agent)
+    if missing := missing_scopes(required, principal):
+        raise PermissionDenied(
+            f"agent {agent} needs the permission {', '.join(missing)}, which the principal doesn't "
+            "have; submit with a principal that has it"
+        )
+
+
 def _check_agent(agent: object) -> str:
     if not isinstance(agent, str):
         raise InvalidInput('agent is the name of an agent, such as "support", and not the agent')
@@ -149,7 +165,8 @@ def _check_idempotency_key(key: object) -> str | None:
     raise InvalidInput("idempotency_key must be a str; leave it out, or give one for each request")
 
 
-def _check_principal(given: object) -> Principal | None:
+def check_principal(given: object) -> Principal | None:
+    """The principal as it was given, or as a dict; `InvalidInput` for anything else."""
     if given is None:
         return None
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import time
 import uuid
@@ -13,15 +14,31 @@ from kombu.exceptions import OperationalError
 from pydantic import JsonValue
 
 from runner.agents import Agents
-from runner.errors import InvalidInput, RedisUnavailable, ResultTimeout, RunFinished, RunNotFound
+from runner.errors import (
+    InvalidInput,
+    PermissionDenied,
+    RedisUnavailable,
+    ResultTimeout,
+    RunFinished,
+    RunNotFound,
+)
 from runner.keys import check_run_id
-from runner.loop import NextStep, answer_question, cancel_run
-from runner.models import Event, FinalResult, Limits, OnFinish, Principal, RunStatus, StopReason
+from runner.loop import NextStep, answer_question, approve_call, cancel_run, deny_call
+from runner.models import (
+    Approval,
+    Event,
+    FinalResult,
+    Limits,
+    OnFinish,
+    Principal,
+    RunStatus,
+    StopReason,
+)
 from runner.reader import scrub
 from runner.record import RunInfo
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
-from runner.store import Outcome, RunStore
-from tasks.accept import accept_goal
+from runner.store import Outcome, RunStore, no_such_run
+from tasks.accept import accept_goal, check_principal
 from tasks.config import publishing_config
 from tasks.deliver import close_backend, store_started
 from tasks.hints import PING, publish
@@ -52,6 +69,9 @@ class Client:
 
     Settings come from the environment (`CELERIAC_REDIS_URL`) unless given. `agents` are only needed
     to check names before any worker has announced its own.
+
+    With a `principal` it acts for that one: it submits in its name, and sees the runs of its tenant
+    as if there were no others. Without one it is an operator's, and sees all.
     """
 
     def __init__(
@@ -60,7 +80,9 @@ class Client:
         *,
         settings: Settings | None = None,
         agents: Agents | None = None,
+        principal: Principal | Mapping[str, Any] | None = None,
     ) -> None:
+        self.principal = check_principal(principal)
         if settings is None:
             settings = Settings.from_env({"CELERIAC_REDIS_URL": redis_url} if redis_url else None)
         self.store = RunStore(settings)
@@ -69,6 +91,23 @@ class Client:
         self._app = _Publisher("celeriac-client", set_as_current=False)
         self._app.conf.update(publishing_config(settings))
         self._app.backend_cls = settings.result_backend or None
+
+    def for_principal(self, principal: Principal | Mapping[str, Any]) -> Client:
+        """The same client acting for somebody: one for each request, say. It shares connections.
+
+        Raises `PermissionDenied` where this one acts for somebody else already.
+        """
+        made = copy.copy(self)
+        made.principal = self._acting_for(principal)
+        return made
+
+    def _acting_for(self, given: Principal | Mapping[str, Any] | None) -> Principal | None:
+        principal = check_principal(given)
+        if self.principal is not None and principal not in (None, self.principal):
+            raise PermissionDenied(
+                "this client acts for another principal; take one that is made for yours"
+            )
+        return principal or self.principal
 
     def submit(
         self,
@@ -86,15 +125,16 @@ class Client:
         that is called with `result`, the `FinalResult` as a dict, once the run has ended: at least
         once, each time under a task id that begins with `<run>.finished`.
 
-        The same `idempotency_key` (within a tenant) gives the same run. Raises `InvalidInput`,
-        `AgentError` or `RedisUnavailable`; then nothing was written.
+        The same `idempotency_key` (within a tenant) gives the same run. Raises `InvalidInput`
+        (`PermissionDenied` where the principal may not use the agent), `AgentError` or
+        `RedisUnavailable`; then nothing was written.
         """
         accepted = accept_goal(
             self.store,
             goal,
             agent=agent,
             agents=self._agents,
-            principal=principal,
+            principal=self._acting_for(principal),
             metadata=metadata,
             idempotency_key=idempotency_key,
             on_finish=on_finish,
@@ -102,18 +142,23 @@ class Client:
         if accepted.created:
             store_started(self._app, self.store, accepted.run_id)
             publish(self._app, self.store, NextStep(accepted.run_id, 0))
-        return Run(self.store, accepted.run_id, self._app)
+        return self._handle(accepted.run_id)
 
     def get(self, run_id: str) -> Run:
-        """The run of this id; `RunNotFound` where there is none."""
-        run = Run(self.store, check_run_id(run_id), self._app)
-        run.info()
-        return run
+        """The run of this id; `RunNotFound` where there is none, or it is another tenant's."""
+        record = self.store.read_run(check_run_id(run_id))
+        if self.principal is not None and record.tenant != self.principal.tenant:
+            raise no_such_run(run_id)
+        return self._handle(run_id)
+
+    def _handle(self, run_id: str) -> Run:
+        return Run(self.store, run_id, self._app, self.principal)
 
     def list(self, status: RunStatus | str | None = None, *, limit: int = 100) -> list[RunInfo]:
         """Runs that haven't ended, then the last that have; at most `limit` are looked at."""
         wanted = None if status is None else RunStatus(status)
-        runs = (RunInfo.of(record) for record in self.store.list_runs(limit))
+        tenant = None if self.principal is None else self.principal.tenant
+        runs = (RunInfo.of(record) for record in self.store.list_runs(limit, tenant=tenant))
         return [info for info in runs if wanted in (None, info.status)]
 
     def ping(self, queue: str, *, timeout: float = 5.0) -> float | None:
@@ -152,10 +197,13 @@ class Client:
 class Run:
     """A handle on one run. It holds nothing but the id: each question is asked of Redis."""
 
-    def __init__(self, store: RunStore, run_id: str, app: Celery) -> None:
+    def __init__(
+        self, store: RunStore, run_id: str, app: Celery, principal: Principal | None = None
+    ) -> None:
         self.id = run_id
         self._store = store
         self._app = app
+        self._principal = principal
 
     def __repr__(self) -> str:
         return f"Run({self.id!r})"
@@ -251,6 +299,42 @@ class Run:
         if call is not None and not isinstance(call, str):
             raise InvalidInput("call is the id of a question, such as '3.0'")
         publish(self._app, self._store, answer_question(self._store, self.id, text, call))
+
+    def approvals(self) -> list[Approval]:
+        """The calls that wait for somebody to approve or deny them, in call order."""
+        return self._store.read_approvals(self.id)
+
+    def approve(self, call: str, *, digest: str | None = None, by: str | None = None) -> None:
+        """Let a call run that needs an approval. Nobody can take that back.
+
+        `digest` is that of the `Approval` that was shown: a call with other arguments isn't
+        approved. Who decided is kept: the client's principal, or `by` where it has none. Raises
+        `AlreadyDecided` where somebody was faster or the time for it is over, `RunFinished`, or
+        `InvalidInput` where no such call waits; then nothing was changed.
+        """
+        by = self._decider(by)
+        coming = approve_call(self._store, self.id, call, by=by, digest=digest)
+        publish(self._app, self._store, coming)
+
+    def deny(
+        self, call: str, reason: str, *, digest: str | None = None, by: str | None = None
+    ) -> None:
+        """Refuse a call that needs an approval: the model reads the reason, and the run goes on.
+
+        Of `reason`, the first thousand characters are kept. Raises as `approve` does.
+        """
+        if not isinstance(reason, str) or not reason.strip():
+            raise InvalidInput("the reason is empty; say in words why the call is denied")
+        by, told = self._decider(by), scrub(reason[:MAX_REASON_CHARS])
+        coming = deny_call(self._store, self.id, call, told, by=by, digest=digest)
+        publish(self._app, self._store, coming)
+
+    def _decider(self, by: str | None) -> str | None:
+        if self._principal is None:
+            return by
+        if by not in (None, self._principal.id):
+            raise PermissionDenied("this client acts for its principal, and decides in that name")
+        return self._principal.id
 
     def limits(self) -> Limits:
         """The limits of the run's agent, as the workers announce them; else those of the run."""

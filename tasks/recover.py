@@ -56,7 +56,10 @@ class Recoverer:
     def _sweep(self) -> None:
         """Announce the agents (again: Redis may have lost them), and care for what nobody does."""
         store, agents = self._loop.store, self._loop.agents
-        store.publish_agents({name: agent.limits for name, agent in agents.items()})
+        store.publish_agents(
+            {name: agent.limits for name, agent in agents.items()},
+            {name: agent.requires for name, agent in agents.items()},
+        )
         if swept := store.sweep_runs():
             logger.error("%d runs were in nobody's care; they are due again", swept)
 

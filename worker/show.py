@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from runner.context import rebuild_request
-from runner.models import Event, FinalResult, Usage
+from runner.models import Approval, Event, FinalResult, Usage
 from runner.record import RunInfo
 
 SHORT = 160
@@ -98,6 +98,10 @@ def _describe_call_event(event: Event, style: Style) -> str:
             return "queued"
         case "call.started":
             return f"started{_attempt(data)}"
+        case "approval.requested":
+            return "waits for an approval"
+        case "approval.decided":
+            return _decided(data, style)
         case "call.progress":
             return _progress(data)
         case "call.waiting":
@@ -109,6 +113,12 @@ def _describe_call_event(event: Event, style: Style) -> str:
             size = "" if data.get("chars") is None else f", {data['chars']} chars"
             return f"{word}{took}{size}"
     return _describe_other(event)
+
+
+def _decided(data: Mapping[str, Any], style: Style) -> str:
+    word = style.good("approved") if data.get("approved") else style.bad("denied")
+    by = f" by {_one_line(data['by'])}" if data.get("by") else ""
+    return f"{word}{by}" if data.get("reason") is None else f"{word}: nobody decided in time"
 
 
 def _describe_other(event: Event) -> str:
@@ -151,6 +161,16 @@ def describe_runs(runs: Sequence[RunInfo]) -> str:
         for row in rows
     )
     return "\n".join(printable(line, one_line=True).rstrip() for line in lines)
+
+
+def describe_approvals(waiting: Sequence[Approval]) -> str:
+    """One block for each call that waits: its arguments in full, since somebody decides on them."""
+    return "\n".join(
+        f"{each.call_id}  {each.tool} {_one_line(dump(each.arguments))}\n"
+        f"     digest {each.digest}"
+        + (f", until {_time(each.decide_by)}" if each.decide_by is not None else "")
+        for each in waiting
+    )
 
 
 def describe_run(info: RunInfo, result: FinalResult | None, style: Style = PLAIN) -> str:

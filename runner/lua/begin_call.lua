@@ -40,7 +40,7 @@ if now >= numbers(KEYS[1], 'deadline') then
 end
 local lease, not_before, starts, started, hinted, hints = numbers(KEYS[2], field .. 'lease',
   field .. 'not_before', field .. 'starts', field .. 'started', field .. 'hinted', field .. 'hints')
-if state == 'held' or state == 'asked' or now < lease or now < not_before then
+if state == 'held' or state == 'asked' or state == 'approval' or now < lease or now < not_before then
   return {'BUSY'}
 end
 if state == 'running' and started >= starts then

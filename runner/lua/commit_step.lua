@@ -26,7 +26,8 @@
 -- ARGV[17] warning of budgets as JSON, or empty
 -- ARGV[18] message_count
 -- ARGV[19..] messages as JSON; then for each call nine: id, decision, event data, starts, result, content,
---   trace, name, and `asked` where a user answers it or `run` where a tool does
+--   trace, name, and who acts: `run` a tool, `asked` a user who answers it, or `approval <digest> <ms>`
+--   somebody who approves these arguments first, within so many ms (0: by the run's deadline)
 -- Returns OK | ALREADY | STALE | FENCED | CANCELLED, with the indexes whose hints are to be published
 local refused = refuse(KEYS[1])
 if refused then
@@ -70,6 +71,7 @@ end
 redis.call('DEL', KEYS[3], KEYS[4])
 local free = tonumber(ARGV[6])
 local hints, asked = {'OK'}, false
+redis.call('HSET', KEYS[3], 'parallel', ARGV[6])
 for index = 0, count - 1 do
   local at = first_call + index * 9
   local call = step .. '.' .. index
@@ -90,14 +92,26 @@ for index = 0, count - 1 do
   else
     redis.call('HINCRBY', KEYS[1], 'tool_calls', 1)
     redis.call('HINCRBY', KEYS[1], 'used.' .. ARGV[at + 7], 1)
+    local digest, patience = string.match(ARGV[at + 8], '^approval (%x+) (%d+)$')
     local state = 'held'
-    if free > 0 then
+    if digest then
+      -- Takes nobody's place meanwhile: its siblings run on.
+      state = 'approval'
+      patience = tonumber(patience)
+      redis.call('HSET', KEYS[3], field .. 'digest', digest,
+        field .. 'decide_by', patience > 0 and int(now + patience) or 0)
+      asked = true
+    elseif free > 0 then
       state = 'queued'
       free = free - 1
       hints[#hints + 1] = index
     end
     redis.call('HSET', KEYS[3], field .. 'state', state, field .. 'hinted', int(now), field .. 'hints', 1)
-    add_event(KEYS[5], ARGV[5], 'call.queued', step, call, ARGV[at + 2])
+    if digest then
+      add_event(KEYS[5], ARGV[5], 'approval.requested', step, call, ARGV[at + 2])
+    else
+      add_event(KEYS[5], ARGV[5], 'call.queued', step, call, ARGV[at + 2])
+    end
   end
 end
 redis.call('HSET', KEYS[1], 'phase', 'tools', 'calls', count)

@@ -23,7 +23,10 @@
 -- ARGV[13] failed name of the tool where it did, or empty
 -- ARGV[14] final answer of the run as JSON, where the tool gives it, or empty
 -- ARGV[15] parts of a message as JSON, that follow the block (images), or empty
--- Returns WAIT | LAST | DUPLICATE | STALE, with the index of a held call whose turn has come
+-- ARGV[16] waits: the state that the call must be in, for a result that no attempt brings, or empty
+-- ARGV[17] decision against the call as JSON, which is the event's data too, or empty
+-- ARGV[18] digest of the arguments that were shown, or empty
+-- Returns WAIT | LAST | DUPLICATE | STALE | FENCED | DECIDED, with the index of a held call whose turn has come
 local status, phase, step, count = unpack(
   redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'calls'))
 if not status then
@@ -38,17 +41,35 @@ local recorded, turn = unpack(redis.call('HMGET', KEYS[3], field .. 'recorded_by
 if recorded == ARGV[12] then
   return {'WAIT', turn or nil}
 end
+local call = ARGV[2] .. '.' .. index
+local decision = ARGV[12] .. ' ' .. ARGV[17]
+if ARGV[17] ~= '' then
+  local decided = redis.call('HGET', KEYS[1], 'decided.' .. call)
+  if decided then
+    return {decided == decision and 'WAIT' or 'DECIDED'}
+  end
+end
 local open = status ~= 'finished' and step == ARGV[2] and phase == 'tools'
 if not open or redis.call('HEXISTS', KEYS[4], index) == 1 then
-  -- Too late to count, but the truth about a side effect is worth keeping.
-  redis.call('RPUSHX', KEYS[7], ARGV[10])
+  if ARGV[16] == '' then
+    -- Too late to count, but the truth about a side effect is worth keeping.
+    redis.call('RPUSHX', KEYS[7], ARGV[10])
+  end
   return {open and 'DUPLICATE' or 'STALE'}
 end
-if redis.call('HEXISTS', KEYS[3], field .. 'decision') == 0 then
+local was, digest = unpack(redis.call('HMGET', KEYS[3], field .. 'state', field .. 'digest'))
+if not was then
   return {'STALE'}
 end
--- A question held no place, so its answer leaves none to a call that is held back.
-local held_place = redis.call('HGET', KEYS[3], field .. 'state') ~= 'asked'
+if ARGV[16] ~= '' and was ~= ARGV[16] or ARGV[18] ~= '' and digest ~= ARGV[18] then
+  return {'FENCED'}
+end
+-- Whoever waited for a person held no place that a call that is held back could take.
+local held_place = was ~= 'asked' and was ~= 'approval'
+if ARGV[17] ~= '' then
+  redis.call('HSET', KEYS[1], 'decided.' .. call, decision)
+  add_event(KEYS[6], ARGV[5], 'approval.decided', step, call, ARGV[17])
+end
 redis.call('HSET', KEYS[4], index, ARGV[6])
 redis.call('HSET', KEYS[3], field .. 'state', 'done', field .. 'content', ARGV[7],
   field .. 'recorded_by', ARGV[12])
@@ -68,12 +89,12 @@ if ARGV[9] ~= '' then
   redis.call('HSETNX', KEYS[1], 'fatal', ARGV[9])
 end
 redis.call('RPUSH', KEYS[7], ARGV[10])
-add_event(KEYS[6], ARGV[5], 'call.finished', step, step .. '.' .. index, ARGV[11])
+add_event(KEYS[6], ARGV[5], 'call.finished', step, call, ARGV[11])
 if redis.call('HLEN', KEYS[4]) < tonumber(count) then
   local asked, moving = false, false
   for next = 0, count - 1 do
     local state = redis.call('HGET', KEYS[3], next .. '.state')
-    asked = asked or state == 'asked'
+    asked = asked or state == 'asked' or state == 'approval'
     moving = moving or state == 'queued' or state == 'running' or state == 'held'
     if state == 'held' and held_place then
       redis.call('HSET', KEYS[3], next .. '.state', 'queued', next .. '.hinted', int(now))

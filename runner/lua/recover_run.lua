@@ -14,7 +14,7 @@
 -- ARGV[3] max_wait in ms between two looks
 -- ARGV[4] steps_waiting in a queue that is elsewhere, or empty
 -- ARGV[5] tools_waiting likewise
--- Returns STALE | DELIVER | EXPIRED | STEP | CALLS | WAIT, with the step and the indexes of its calls, or (EXPIRED) now and the record
+-- Returns STALE | DELIVER | EXPIRED | UNDECIDED | STEP | CALLS | WAIT, with the step and the indexes of its calls, or (EXPIRED) now and the record
 local status, phase, step, count = unpack(
   redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'calls'))
 local grace, max_wait = tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -64,12 +64,29 @@ local function look(hash, field, seen, queue, elsewhere)
 end
 
 local answer, again
+local latest = deadline
+local undecided = {'UNDECIDED', step}
+if phase == 'tools' then
+  for i = 0, count - 1 do
+    local decide_by = numbers(KEYS[2], i .. '.decide_by')
+    if redis.call('HGET', KEYS[2], i .. '.state') == 'approval' and decide_by > 0 then
+      latest = math.min(latest, decide_by)
+      if now >= decide_by then
+        undecided[#undecided + 1] = i
+      end
+    end
+  end
+end
+if #undecided > 2 then
+  -- The claim on the run covers what follows; then somebody looks again.
+  return undecided
+end
 if phase == 'model' then
   local lost
   lost, again = look(KEYS[1], '', KEYS[4], KEYS[6], ARGV[4])
   answer = {lost and 'STEP' or 'WAIT', step}
 else
-  answer, again = {'WAIT', step}, deadline
+  answer, again = {'WAIT', step}, latest
   for i = 0, count - 1 do
     local state = redis.call('HGET', KEYS[2], i .. '.state')
     if state == 'queued' or state == 'running' then

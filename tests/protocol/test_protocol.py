@@ -11,8 +11,10 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from runner import StopReason, Tool, ToolDefinitionError
+from runner import AlreadyDecided, StopReason, Tool, ToolDefinitionError
 from runner.loop import CallTools
 from runner.tools import Context, execute
 from support import protocol_agents as agents
@@ -32,6 +34,7 @@ from support.protocol import (
     Seen,
     check_run,
     check_sentence,
+    error_in,
     goal_of,
     load_cases,
     means,
@@ -39,6 +42,7 @@ from support.protocol import (
 )
 from support.protocol_agents import WRITTEN
 from support.stage import Stage
+from tasks import Run
 from tasks.hints import publish
 
 HERE = Path(__file__).parent
@@ -48,8 +52,6 @@ LATER = {
     "P42a",  # a message to a running run: run.send
     "P43a",  # trimming and compaction
     "P43b",
-    "P45a",  # approvals: run.approve and run.deny
-    "P45b",
     "P53a",  # compaction when the server says that the context is too long
 }
 """Lines about what is not built yet. Whoever builds it moves them to a test of their own."""
@@ -117,6 +119,21 @@ def reasoning_is_sent_where_the_profile_says(seen: Seen) -> None:
         assert turn["reasoning_content"] == "plan"
     else:
         assert "reasoning_content" not in turn
+
+
+@means(
+    "P45a",
+    "note",
+    "after reject(b): final, tool messages a ok, b rejected; ping ran once",
+)
+def denied_call_is_told_beside_its_sibling(seen: Seen) -> None:
+    assert seen.result.answer == "done"
+    assert [each["tool_call_id"] for each in seen.tool_messages] == ["a", "b"]
+    ok, denied = (error_in(content) for content in seen.contents)
+    assert ok is None
+    assert denied is not None
+    assert (denied["type"], denied["message"]) == ("DENIED", "not this month")
+    assert [each.tool for each in seen.entries] == ["ping"]
 
 
 # --- ids, names and arguments ---------------------------------------------------------------------
@@ -523,7 +540,7 @@ TOOL_RESULTS = [
 RUNS = [
     each.id
     for each in CASES.values()
-    if each.replies is not None and each.id not in {"P12a", "P40a", "P48a", "P50a"} | LATER
+    if each.replies is not None and each.id not in {"P12a", "P40a", "P45a", "P48a", "P50a"} | LATER
 ]
 BROKEN_REPLIES: dict[str, Reply] = {
     "P52b": {"status": 200, "text": "x" * 20, "cut_body": True},
@@ -780,6 +797,45 @@ def test_reasoning_is_sent_back_where_the_profile_says(
     assert case.replies is not None
     check_run(submit(stage, case, case.replies, agent=agents.plain))
     check_run(submit(stage, case, case.replies, agent=agents.deepseek, server=deepseek_server))
+
+
+@with_cases("P45a")
+def test_a_call_waits_for_an_approval_while_its_sibling_finishes(case: Case, stage: Stage) -> None:
+    assert case.replies is not None
+    expected = dict(case.expected)
+    status = expected.pop("status")
+    seen = submit(stage, case, case.replies, agent=agents.guarded)
+    stage.fleet.wait_for(lambda: seen.run.status() == status)
+    assert len(seen.entries) == expected["tool_executions"]
+    assert [each.call_id for each in seen.run.approvals()] == ["0.1"]
+
+    seen.run.deny("0.1", "not this month")
+
+    seen.case = replace(case, expected=expected)
+    check_run(seen)
+
+
+@with_cases("P45b")
+def test_of_two_approvals_at_once_one_is_told_of_the_other(case: Case, stage: Stage) -> None:
+    turn = calls(("ping", {}), CHARGE)
+    for n in range(10):
+        seen = submit(stage, case, (turn,), agent=agents.guarded, n=n)
+        stage.fleet.wait_for(seen.run.approvals)
+        start = threading.Barrier(2)
+
+        def approve(by: str, run: Run = seen.run, start: threading.Barrier = start) -> str:
+            start.wait(10)
+            try:
+                run.approve("0.1", by=by)
+            except AlreadyDecided as error:
+                return str(error)
+            return ""
+
+        with ThreadPoolExecutor() as pool:
+            told = sorted(pool.map(approve, ("u1", "u2")))
+        assert told[0] == ""
+        assert re.match(r"call 0\.1 was already approved by u[12]; nothing was changed", told[1])
+        check_run(seen)
 
 
 @with_cases("P48a")

@@ -9,7 +9,15 @@ from typing import Any
 import fakeredis
 import pytest
 
-from runner.models import Limits, StopReason, ToolDecision, ToolErrorInfo, ToolResult, Usage
+from runner.models import (
+    Decided,
+    Limits,
+    StopReason,
+    ToolDecision,
+    ToolErrorInfo,
+    ToolResult,
+    Usage,
+)
 from runner.scripts import ScriptText, load_script, script_names
 from runner.settings import Settings
 from runner.store import BegunCall, BegunStep, Lost, OpenCall, Outcome, RunStore
@@ -198,6 +206,9 @@ def walk() -> dict[str, list[Sent]]:
     walked["begin_call"] = store.sent[-1:]
     walked["renew_call"] = sent_by(lambda: store.renew_call(call))
     walked["retry_call"] = sent_by(lambda: store.retry_call(call, delay=0, result=ok))
+    walked["decide_call"] = sent_by(
+        lambda: store.decide_call(run, 0, 0, Decided(approved=True), digest="d")
+    )
     walked["add_event"] = sent_by(lambda: store.add_event(run, "x", step=None, call=None, data={}))
     walked["recover_run"] = sent_by(lambda: store.recover_run(run))
     walked["claim_due"] = sent_by(store.claim_due)

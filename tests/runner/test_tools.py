@@ -152,8 +152,8 @@ def test_an_option_that_cannot_be_used_is_refused(options: dict[str, Any], named
 
 
 def test_an_unknown_option_is_refused() -> None:
-    with pytest.raises(TypeError, match="approval"):
-        make(lambda: 1, approval=True)
+    with pytest.raises(TypeError, match="approvals"):
+        make(lambda: 1, approvals=True)
 
 
 def _no_docstring() -> str:

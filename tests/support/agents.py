@@ -176,6 +176,27 @@ def pick(kind: Literal["a", "b"]) -> str:
     return kind
 
 
+@tool(requires={"accounts:write"})
+def close_account(ctx: Context, account_id: int) -> str:
+    """Close an account."""
+    note(f"close_account {ctx.trace_id} {ctx.principal.id if ctx.principal else ''}")
+    return "closed"
+
+
+@tool(name="charge", approval=lambda arguments, _: arguments["cents"] > 100, approval_timeout=60)
+def guarded_charge(ctx: Context, account_id: int, cents: int) -> str:
+    """Charge an account: somebody has to approve what is large."""
+    note(f"charge {ctx.trace_id} {ctx.attempt} {account_id} {cents}")
+    return f"charged {cents}"
+
+
+@tool(approval=True, approval_timeout=0.5)
+def urgent(ctx: Context) -> str:
+    """Do what somebody has to approve at once."""
+    note(f"urgent {ctx.trace_id}")
+    return "done in time"
+
+
 TOOLS = [
     ping,
     add,
@@ -218,4 +239,7 @@ sparing = Agent(name="sparing", tools=TOOLS, limits=Limits(max_tokens=30))
 lethal = Agent(name="lethal", model=Lethal())
 typed = Agent(name="typed", tools=TOOLS, output_type=dict[str, int])
 curious = Agent(name="curious", tools=TOOLS, clarify=True)
+guarded = Agent(name="guarded", tools=[ping, guarded_charge, urgent, close_account])
+closed = Agent(name="closed", tools=TOOLS, requires={"admin"})
+hasty_guarded = Agent(name="hasty-guarded", tools=guarded.tools, limits=Limits(timeout=2))
 chatty = Agent(name="chatty", tools=TOOLS, stream=True)

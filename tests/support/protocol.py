@@ -250,6 +250,9 @@ def _check_model_calls(seen: Seen, key: str, value: Any) -> None:
 
 
 def _check_tool_executions(seen: Seen, key: str, value: Any) -> None:
+    if value == "charge once":
+        assert [each.tool for each in seen.entries].count("charge") == 1
+        return
     assert isinstance(value, int), f"{seen.case.id}: no check for {key} {value!r}"
     assert len(seen.entries) == value
 

@@ -125,6 +125,14 @@ def charge(ctx: Context, account_id: int, cents: int) -> str:
     return f"charged {cents}"
 
 
+@stands_for("P45a", "charge requires approval")
+@tool(name="charge", approval=True)
+def guarded_charge(ctx: Context, account_id: int, cents: int) -> str:
+    """Charge an account: a side effect that somebody has to approve."""
+    enter(ctx, "charge", account_id=account_id, cents=cents)
+    return f"charged {cents}"
+
+
 @stands_for("P18c", "def total(xs: list[int]) -> int: ...")
 @tool(idempotent=True)
 def total(ctx: Context, xs: list[int]) -> int:
@@ -560,4 +568,5 @@ deepseek = Agent(
     ),
 )
 final_tool = Agent(name="final-tool", tools=[*TOOLS, final_answer])
+guarded = Agent(name="guarded", tools=[ping, guarded_charge])
 streaming = Agent(name="streaming", tools=TOOLS, stream=True)
