@@ -102,11 +102,15 @@ class Result(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """How a call went. `fatal`: the tool asked for the run to end. `images` follow its block."""
+    """How a call went. `fatal`: the tool asked for the run to end. `images` follow its block.
+
+    `whole` is the text of a result that was cut for the model.
+    """
 
     result: ToolResult
     fatal: bool = False
     images: tuple[Image, ...] = ()
+    whole: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -119,7 +123,8 @@ class Tool:
 
     `max_calls` is how often a run may call it. After it failed `fallback_after` times in a run,
     `fallback`, a function of the same parameters, answers in its place. What a `final` tool returns
-    is the run's answer. The values of fields called as in `redact` are hidden in the trace.
+    is the run's answer. The values of fields called as in `redact` are hidden in the trace. `keep`
+    are the fields of its result that stay when an old result shrinks, for agents with `compaction`.
     """
 
     name: str
@@ -138,6 +143,7 @@ class Tool:
     fallback_after: int = 3
     final: bool = False
     redact: frozenset[str] = frozenset()
+    keep: tuple[str, ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -219,6 +225,7 @@ class Options(Frozen):
     fallback_after: int = Field(ge=1)
     final: bool
     redact: frozenset[str]
+    keep: tuple[str, ...]
 
     @field_validator("redact", mode="before")
     @classmethod
@@ -226,6 +233,13 @@ class Options(Frozen):
         if isinstance(given, str):
             raise ValueError("it is a set of field names, such as {'token'}")  # noqa: TRY004 - pydantic's
         return frozenset(given) if isinstance(given, Iterable) else given
+
+    @field_validator("keep", mode="before")
+    @classmethod
+    def _read_fields(cls, given: object) -> object:
+        if isinstance(given, str):
+            raise ValueError("it is a list of field names, such as ('id', 'status')")  # noqa: TRY004 - pydantic's
+        return tuple(given) if isinstance(given, Iterable) else given
 
 
 # --- definition --------------------------------------------------------------------------------
@@ -247,6 +261,7 @@ def tool(
     fallback_after: int = 3,
     final: bool = False,
     redact: Iterable[str] = (),
+    keep: Iterable[str] = (),
 ) -> Callable[[Callable[..., Any]], Tool]: ...
 def tool(
     function: Callable[..., Any] | None = None,
@@ -263,6 +278,7 @@ def tool(
     fallback_after: int = 3,
     final: bool = False,
     redact: Iterable[str] = (),
+    keep: Iterable[str] = (),
 ) -> Tool | Callable[[Callable[..., Any]], Tool]:
     """Make a function a tool: `@tool`, or `@tool(timeout=5, idempotent=True)`.
 
@@ -285,6 +301,7 @@ def tool(
             "fallback_after": fallback_after,
             "final": final,
             "redact": redact,
+            "keep": keep,
         },
     )
     return make if function is None else make(function)
@@ -444,9 +461,10 @@ def execute(
     started = clock()
     fatal = False
     images: list[Image] = []
+    whole: list[str] = []
     function = tool.fallback if in_its_place and tool.fallback else tool.function
     try:
-        outcome = _attempt(tool, function, context, arguments, body or Body(), images)
+        outcome = _attempt(tool, function, context, arguments, body or Body(), images, whole)
     except ToolInterrupted:
         raise
     except BaseException as error:  # noqa: BLE001 - a SystemExit of the tool's is a result too
@@ -457,7 +475,11 @@ def execute(
             context.call_id, tool.name, outcome, attempt=context.attempt, duration_ms=elapsed
         )
         return Executed(refused, fatal)
-    return Executed(outcome.model_copy(update={"duration_ms": elapsed}), images=tuple(images))
+    return Executed(
+        outcome.model_copy(update={"duration_ms": elapsed}),
+        images=tuple(images),
+        whole=whole[0] if whole else None,
+    )
 
 
 def error_result(
@@ -491,6 +513,7 @@ def _attempt(
     arguments: str,
     body: Body,
     images: list[Image],
+    whole: list[str],
 ) -> ToolResult | ToolErrorInfo:
     given = tool.parse(arguments)
     if isinstance(given, ToolErrorInfo):
@@ -501,6 +524,8 @@ def _attempt(
         return result
     value = take_images(result.value, images)
     shown = render(value, max_chars=tool.max_output_chars)
+    if shown.whole is not None:
+        whole.append(shown.whole)
     return ToolResult(
         call_id=context.call_id,
         name=tool.name,

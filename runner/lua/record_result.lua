@@ -8,6 +8,7 @@
 -- KEYS[6] events STREAM
 -- KEYS[7] trace LIST
 -- KEYS[8] due ZSET
+-- KEYS[9] whole HASH
 -- ARGV[1] id of the run
 -- ARGV[2] step number
 -- ARGV[3] index of the call in its step
@@ -23,6 +24,7 @@
 -- ARGV[13] failed name of the tool where it did, or empty
 -- ARGV[14] final answer of the run as JSON, where the tool gives it, or empty
 -- ARGV[15] parts of a message as JSON, that follow the block (images), or empty
+-- ARGV[16] whole text of a result that was cut for the model, or empty
 -- Returns WAIT | LAST | DUPLICATE | STALE, with the index of a held call whose turn has come
 local status, phase, step, count = unpack(
   redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'calls'))
@@ -58,6 +60,9 @@ if ARGV[13] ~= '' then
 end
 if ARGV[14] ~= '' then
   redis.call('HSETNX', KEYS[1], 'final', ARGV[14])
+end
+if ARGV[16] ~= '' then
+  redis.call('HSET', KEYS[9], step .. '.' .. index, ARGV[16])
 end
 if ARGV[15] ~= '' then
   redis.call('HSET', KEYS[3], field .. 'parts', ARGV[15])
