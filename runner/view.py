@@ -420,17 +420,29 @@ def _text_of(message: Message) -> str:
 # --- what a server's refusal tells ----------------------------------------------------------------
 
 
-def share_that_fits(told: str) -> float:
-    """How much of a request that was too long a server would take, as far as its words tell.
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What a server's words tell of a request that was too long.
 
-    Servers name what they take and what was asked for, in all kinds of sentences: the largest
-    number is what was asked for, the one named as the limit, or else the next, is what they take.
+    `share` is how much of it fits, and `asked` how many tokens it had, None where nothing tells.
+    """
+
+    share: float
+    asked: int | None = None
+
+
+def read_refusal(told: str) -> Refusal:
+    """Servers name what they take and what was asked for, in all kinds of sentences.
+
+    The largest number is what was asked for; the one named as a limit, or else the next, is what
+    they take.
     """
     told = re.sub(r"(?<=\d),(?=\d{3}\b)", "", told)
     found = {int(each) for each in re.findall(r"(?<![\w.])\d{3,8}(?![\w.]*\d)", told)}
     numbers = sorted(found - STATUSES)
     if len(numbers) < 2:
-        return ROOM
+        return Refusal(ROOM)
+    asked = numbers[-1]
     named = LIMIT_NAMED.search(told)
-    taken = int(named[1]) if named and int(named[1]) < numbers[-1] else numbers[-2]
-    return min(0.85, max(0.1, 0.9 * taken / numbers[-1]))
+    taken = int(named[1]) if named and int(named[1]) < asked else numbers[-2]
+    return Refusal(min(0.85, max(0.1, 0.9 * taken / asked)), asked)

@@ -25,8 +25,8 @@ from runner.view import (
     describe_dropped,
     fit_view,
     note_of_summary,
+    read_refusal,
     read_view,
-    share_that_fits,
     size_of,
 )
 
@@ -51,7 +51,8 @@ so many characters; None where it failed."""
 class Learnt:
     """What the steps of a run have learnt of one model: 0 where they haven't.
 
-    `ceiling` is the size in bytes that a request must stay below since the server refused one.
+    `ceiling` is how many tokens a request may have since the server refused one: in tokens, since
+    what a byte is worth differs between a few long results and many short ones.
     """
 
     model: str
@@ -96,8 +97,12 @@ class Window:
         """The server said that it was too long: whether a shorter one is to be sent, once."""
         if not self._agent.compacts or error.type is not RunErrorType.CONTEXT_OVERFLOW:
             return False
-        limit = int(size_of_request(request) * share_that_fits(error.raw or str(error)))
-        ceiling = min(limit, self._learnt.ceiling or limit)
+        size, refusal = size_of_request(request), read_refusal(error.raw or str(error))
+        if refusal.asked is not None:
+            self._learn_ratio(size / refusal.asked)
+        limit = int(size * refusal.share)
+        ceiling = max(1, int(limit / self._ratio))
+        ceiling = min(ceiling, self._learnt.ceiling or ceiling)
         self._learnt = replace(self._learnt, ceiling=ceiling)
         again = not self._refused and self._shrink(request, limit)
         if not again:
@@ -109,21 +114,27 @@ class Window:
         """What the server counted, for the estimates of later steps."""
         if not self._agent.compacts or not usage.known or usage.prompt_tokens <= 0:
             return
-        ratio = size_of_request(request) / usage.prompt_tokens
+        if self._learn_ratio(size_of_request(request) / usage.prompt_tokens):
+            self._keep()
+
+    def _learn_ratio(self, ratio: float) -> bool:
+        """Whether it is news."""
         # Rounded, so that it is written when it has changed and not after each step.
         ratio = round(min(MOST_BYTES, max(LEAST_BYTES, ratio)), 1)
-        if ratio != self._learnt.bytes_per_token:
-            self._learnt = replace(self._learnt, bytes_per_token=ratio)
-            self._keep()
+        before, self._learnt = self._learnt, replace(self._learnt, bytes_per_token=ratio)
+        return self._learnt != before
+
+    @property
+    def _ratio(self) -> float:
+        return self._learnt.bytes_per_token or BYTES_PER_TOKEN
 
     @property
     def _limit(self) -> int | None:
         """Bytes that a request may have; None where nothing is known of a limit."""
-        limits = [self._learnt.ceiling] if self._learnt.ceiling else []
+        tokens = [float(self._learnt.ceiling)] if self._learnt.ceiling else []
         if self._agent.context_tokens is not None:
-            ratio = self._learnt.bytes_per_token or BYTES_PER_TOKEN
-            limits.append(int(self._agent.context_tokens * USABLE * ratio))
-        return min(limits, default=None)
+            tokens.append(self._agent.context_tokens * USABLE)
+        return int(min(tokens) * self._ratio) if tokens else None
 
     def _shrink(self, request: ModelRequest, limit: int) -> bool:
         """Take a smaller view; answers whether it really is shorter than the request's."""
