@@ -272,6 +272,8 @@ def fit_view(history: Sequence[Message], view: View, *, limit: int, other: int =
 def _smaller_views(history: Sequence[Message], view: View) -> Iterator[View]:
     """Each shows less than the one before."""
     starts = block_starts(history)
+    # Before this one nothing can be left out.
+    first = next((at for at in starts if not _is_pinned(history, at, view.goal)), len(history))
     for fresh in FRESH:
         newest = starts[-fresh] if len(starts) >= fresh else 0
         for at in starts:
@@ -279,7 +281,7 @@ def _smaller_views(history: Sequence[Message], view: View) -> Iterator[View]:
                 view = replace(view, shrunk=at)
                 yield view
         for at in starts:
-            if view.dropped < at <= newest:
+            if max(view.dropped, first) < at <= newest:
                 view = replace(view, dropped=at)
                 yield view
     for long in LONGS:
