@@ -257,20 +257,20 @@ def fit_view(history: Sequence[Message], view: View, *, limit: int, other: int =
     wanted = other + sizes.pinned
     wanted = min(limit, int(wanted + ROOM * (limit - wanted)))
     best = view
-    for candidate in _smaller_views(history, replace(view, long=None, note="")):
-        if candidate.long is not None and least <= limit:
-            break  # the newest block stays whole where it can
+    for candidate, spares in _smaller_views(history, replace(view, long=None, note="")):
+        if not spares and least <= limit:
+            break  # the newest blocks stay whole where they can
         size = other + sizes.of(candidate)
         if size >= least:
             continue
         best, least = candidate, size
-        if size <= (limit if candidate.long is not None else wanted):
+        if size <= (wanted if spares else limit):
             break
     return replace(best, note=view.note) if best.dropped == view.dropped else best
 
 
-def _smaller_views(history: Sequence[Message], view: View) -> Iterator[View]:
-    """Each shows less than the one before."""
+def _smaller_views(history: Sequence[Message], view: View) -> Iterator[tuple[View, bool]]:
+    """Each shows less than the one before; and whether it spares the newest blocks."""
     starts = block_starts(history)
     # Before this one nothing can be left out.
     first = next((at for at in starts if not _is_pinned(history, at, view.goal)), len(history))
@@ -279,13 +279,13 @@ def _smaller_views(history: Sequence[Message], view: View) -> Iterator[View]:
         for at in starts:
             if view.shrunk < at <= newest:
                 view = replace(view, shrunk=at)
-                yield view
+                yield view, fresh == FRESH[0]
         for at in starts:
             if max(view.dropped, first) < at <= newest:
                 view = replace(view, dropped=at)
-                yield view
+                yield view, fresh == FRESH[0]
     for long in LONGS:
-        yield replace(view, long=long)
+        yield replace(view, long=long), False
 
 
 class _Sizes:
