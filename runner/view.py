@@ -372,7 +372,8 @@ def _add_list(text: str, title: str, items: Sequence[str]) -> str:
 
 
 def _describe_evidence(evidence: Evidence) -> str:
-    text = evidence.text or ("" if evidence.data is None else dump_json(evidence.data))
+    # Without its data: a note is in the trace, which hides the values of some fields.
+    text = evidence.text
     return _one_line(f"{evidence.source}: {text}" if text else evidence.source, 160)
 
 

@@ -9,7 +9,7 @@ from support.stage import Stage
 
 def test_r44_a_result_of_five_megabytes_can_be_read_whole(shared_stage: Stage) -> None:
     stage = shared_stage
-    run = stage.submit([calls(("big", {}))], agent="racer")
+    run = stage.submit([calls(("big", {}))])
     assert run.result(timeout=20).ok
     (content,) = stage.results(run)
     assert len(content) <= 65_536

@@ -201,11 +201,11 @@ def test_a_goal_further_on_is_pinned_and_what_came_before_it_may_go() -> None:
 
 def test_a_note_tells_what_the_user_said_and_what_was_found() -> None:
     history = [GOAL, *block("x"), says("Never  above 50."), *block("y", "z", name="pay"), says("?")]
-    found = [Evidence(source="ledger", text="paid 12"), Evidence(source="log", data={"n": 1})]
+    found = [Evidence(source="ledger", text="paid 12"), Evidence(source="log", data={"token": "x"})]
     note = describe_dropped(history, View(dropped=6), found)
     assert "look 1, pay 2." in note
     assert "The user said in it: Never above 50.." in note
-    assert 'Found so far, as data: ledger: paid 12; log: {"n":1}.' in note
+    assert "Found so far, as data: ledger: paid 12; log." in note
     assert "\n" not in note
 
 
