@@ -57,6 +57,7 @@ LIMIT_NAMED = re.compile(r"(?:max\w*|context|limit|n_ctx)\D{0,40}?(\d{3,8})\b", 
 STATUSES = {400, 413, 422, 500}
 IMAGE_LEFT_OUT = {"type": "text", "text": "[image left out]"}
 
+SUMMARY_START = "[The oldest part of this conversation is left out here. What is known from it: "
 SUMMARY_TASK = (
     "An agent works on the goal below. Its conversation has become too long, so the oldest part of "
     "it, which follows, will be left out. Write down what the agent has to know of it to go on: "
@@ -350,10 +351,14 @@ def close_note(text: str) -> str:
 
 
 def note_of_summary(text: str) -> str:
-    return close_note(
-        "[The oldest part of this conversation is left out here. What is known from it: "
-        + " ".join(text.split())
-    )
+    return close_note(SUMMARY_START + " ".join(text.split()))
+
+
+def add_to_summary(before: str, note: str) -> str:
+    """A note of its own, behind what a model had summed up before, if it had."""
+    if not before.startswith(SUMMARY_START):
+        return note
+    return close_note(f"{before.removesuffix(']')} {note}")
 
 
 def _add_list(text: str, title: str, items: Sequence[str]) -> str:

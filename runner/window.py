@@ -21,6 +21,7 @@ from runner.store import RunStore
 from runner.view import (
     SUMMARY_CHARS,
     View,
+    add_to_summary,
     apply_view,
     describe_dropped,
     fit_view,
@@ -98,7 +99,7 @@ class Window:
         if not self._agent.compacts or error.type is not RunErrorType.CONTEXT_OVERFLOW:
             return False
         size, refusal = size_of_request(request), read_refusal(error.raw or str(error))
-        if refusal.asked is not None:
+        if refusal.asked is not None and error.status != 413:  # that one may speak of bytes
             self._learn_ratio(size / refusal.asked)
         limit = int(size * refusal.share)
         ceiling = max(1, int(limit / self._ratio))
@@ -158,7 +159,7 @@ class Window:
             if summary is not None:
                 return note_of_summary(summary)
         evidence = self._store.read_evidence(self._record.run_id)
-        return describe_dropped(self._history, after, evidence)
+        return add_to_summary(self.view.note, describe_dropped(self._history, after, evidence))
 
     def _recall(self) -> None:
         state = self._store.read_view(self._record.run_id)

@@ -295,6 +295,21 @@ def test_a_summary_that_fails_leaves_the_note_in_its_place(loops: Loops, reply: 
     assert loops.result.usage.requests == 81 + model.summaries
 
 
+def test_a_summary_that_fails_takes_nothing_from_the_one_before(loops: Loops) -> None:
+    class Tires(Reader):
+        async def respond(self, request: ModelRequest) -> ModelReply:
+            if request.tools or not self.summaries:
+                return await super().respond(request)
+            raise ModelError("no", type=RunErrorType.MODEL_HTTP_ERROR)
+
+    model = Tires(120)
+    drive(loops.start(agent_of(model, 120, context_tokens=WINDOW, summarize=True)))
+    note = model.requests[-1].messages[2]["content"]
+    assert "Summary 1." in note
+    assert "Tool calls made in it: read_page" in note
+    assert sum("summary" in each["request"] for each in loops.exchanges()) >= 2
+
+
 # --- what is kept ---------------------------------------------------------------------------------
 
 
