@@ -29,6 +29,9 @@ from runner.tools import Tool, Toolbox
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
+MIN_CONTEXT_TOKENS = 1_000
+"""In less there is no room for a note beside a turn: it is a slip, or a number of thousands."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
@@ -65,6 +68,10 @@ class Agent:
     tokens cost, by its name; `Limits(max_cost=)` needs them. `clarify` lets the model ask the user.
     `stream` tells followers an answer as it comes (`model.delta` events). `requires` are the scopes
     that a principal needs to use the agent at all.
+
+    With `compaction`, a conversation that doesn't fit the model's context is shown to it in part:
+    by the server's word that it is too long or, with `context_tokens` (the model's context, which
+    implies it), before it comes to that. `summarize` has the model sum up what is left out.
     """
 
     name: str
@@ -84,6 +91,9 @@ class Agent:
     clarify: bool = False
     stream: bool = False
     requires: Iterable[str] = frozenset()
+    compaction: bool = False
+    context_tokens: int | None = None
+    summarize: bool = False
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -98,6 +108,11 @@ class Agent:
         if isinstance(self.requires, str):
             raise AgentError(f"agent {self.name}: requires is a set of scopes, such as {{'admin'}}")
         object.__setattr__(self, "requires", frozenset(self.requires))
+        if self.context_tokens is not None and self.context_tokens < MIN_CONTEXT_TOKENS:
+            raise AgentError(
+                f"agent {self.name}: context_tokens is the model's context, "
+                f"{MIN_CONTEXT_TOKENS} tokens or more"
+            )
         tools = (*self.tools, ask_user) if self.clarify else self.tools
         object.__setattr__(self, "toolbox", Toolbox(tools))
         object.__setattr__(
@@ -128,6 +143,11 @@ class Agent:
     def models(self) -> tuple[str | Model | None, ...]:
         """The model, and those that stand in for it, in order."""
         return (self.model, *self.fallback_models)
+
+    @property
+    def compacts(self) -> bool:
+        """Whether a history that is too long is shown in part."""
+        return self.compaction or self.summarize or self.context_tokens is not None
 
     @property
     def redacted(self) -> frozenset[str]:

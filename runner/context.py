@@ -8,8 +8,12 @@ from typing import Any
 
 from runner.agents import Agent
 from runner.models import Final, ModelRequest, ProposedCall, ToolCalls
+from runner.view import View, apply_view, read_view, size_of, size_of_text, summary_messages
 
 Message = dict[str, Any]
+
+WHOLE = View()
+"""The view of a run that all fits."""
 
 
 def goal_message(goal: str) -> Message:
@@ -56,16 +60,37 @@ def build_request(
     corrections: Sequence[Message],
     step: int,
     timeout: float,
+    view: View = WHOLE,
 ) -> ModelRequest:
-    """The request of one model call: instructions first, then the history as it is stored."""
+    """The request of one model call: instructions first, then what the view shows of the history.
+
+    Corrections are of this step and stay as they are.
+    """
     return ModelRequest(
         model=model,
-        messages=(*_system_message(agent), *history, *corrections),
+        messages=(*_system_message(agent), *apply_view(history, view), *corrections),
         tools=tuple(agent.toolbox.definitions()),
         tool_choice=_tool_choice(agent, step),
         parallel_tool_calls=agent.parallel_tool_calls,
         timeout=timeout,
     )
+
+
+def build_summary(
+    history: Sequence[Message], view: View, *, start: int, most: int, model: str, timeout: float
+) -> ModelRequest:
+    """The request for a summary of what `view` leaves out, from the position `start` on.
+
+    The view's note is what was known before that; of the transcript `most` characters are sent.
+    """
+    messages = tuple(summary_messages(history, view, start=start, most=most))
+    return ModelRequest(model=model, messages=messages, timeout=timeout)
+
+
+def size_of_request(request: ModelRequest) -> int:
+    """The bytes of text that a server is sent, tools included."""
+    tools = size_of_text(json.dumps(request.tools, ensure_ascii=False)) if request.tools else 0
+    return size_of(request.messages) + tools
 
 
 def describe_agent(agent: Agent) -> dict[str, Any]:
@@ -77,7 +102,9 @@ def describe_agent(agent: Agent) -> dict[str, Any]:
     }
 
 
-def describe_request(request: ModelRequest, *, history: int, corrections: int) -> dict[str, Any]:
+def describe_request(
+    request: ModelRequest, *, history: int, corrections: int, view: View = WHOLE
+) -> dict[str, Any]:
     """The view that was sent, in terms of the stored history, which a trace doesn't repeat."""
     return {
         "model": request.model,
@@ -85,21 +112,34 @@ def describe_request(request: ModelRequest, *, history: int, corrections: int) -
         "corrections": list(request.messages[len(request.messages) - corrections :]),
         "tool_choice": request.tool_choice,
         "parallel_tool_calls": request.parallel_tool_calls,
+        **({} if view.is_whole else {"view": view.describe()}),
     }
+
+
+def describe_summary(
+    request: ModelRequest, *, history: int, view: View, start: int, most: int
+) -> dict[str, Any]:
+    """The same for a request that `build_summary` made from `start` and `most`."""
+    described = describe_request(request, history=history, corrections=0, view=view)
+    return described | {"summary": {"start": start, "most": most}}
 
 
 def rebuild_request(
     described: Mapping[str, Any], agent: Mapping[str, Any], history: Sequence[Message]
 ) -> dict[str, Any]:
-    """The inverse of the two `describe_` functions: messages, tools and options as sent."""
+    """The inverse of the `describe_` functions: messages, tools and options as sent."""
+    known = history[: described["history"]]
+    view = read_view(described.get("view", {}))
+    if "summary" in described:
+        messages, tools = summary_messages(known, view, **described["summary"]), []
+    else:
+        shown = apply_view(known, view)
+        messages = [*agent["system"], *shown, *described["corrections"]]
+        tools = agent["tools"]
     return {
         "model": described["model"],
-        "messages": [
-            *agent["system"],
-            *history[: described["history"]],
-            *described["corrections"],
-        ],
-        "tools": agent["tools"],
+        "messages": messages,
+        "tools": tools,
         "tool_choice": described["tool_choice"],
         "parallel_tool_calls": described["parallel_tool_calls"],
     }

@@ -104,6 +104,8 @@ def _read(store: RunStore, run_id: str) -> Look | list[str]:
         keys.evidence(run_id),
         keys.events(run_id),
         keys.trace(run_id),
+        keys.view(run_id),
+        keys.whole(run_id),
     ]
     # One transaction: between two commands a run moves on.
     pipe: Any = store.redis.pipeline(transaction=True)
@@ -182,7 +184,9 @@ def _check_keys(look: Look) -> Iterator[str]:
 
 def _is_answer(entry: dict[str, Any]) -> bool:
     exchanges = entry.get("exchanges") or []
-    return bool(exchanges) and "error" not in exchanges[-1]
+    if not exchanges or "summary" in exchanges[-1].get("request", {}):
+        return False  # the step failed before its model was asked
+    return "error" not in exchanges[-1]
 
 
 def _check_steps(look: Look) -> Iterator[str]:

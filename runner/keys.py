@@ -52,6 +52,16 @@ def trace(run_id: str) -> str:
     return f"celeriac:{run_id}:trace"
 
 
+def view(run_id: str) -> str:
+    """STRING: which part of the history the model is shown, and what is known of its context."""
+    return f"celeriac:{run_id}:view"
+
+
+def whole(run_id: str) -> str:
+    """HASH call id -> the text of a result that was cut for the model."""
+    return f"celeriac:{run_id}:whole"
+
+
 def idempotency(tenant: str, key: str) -> str:
     return f"celeriac:idem:{tenant}:{key}"
 

@@ -35,9 +35,11 @@ from runner.context import (
     answer_message,
     assistant_message,
     build_request,
+    build_summary,
     correction,
     describe_agent,
     describe_request,
+    describe_summary,
     notice,
     tool_message,
 )
@@ -69,6 +71,8 @@ from runner.render import clean
 from runner.settings import Settings
 from runner.store import BegunCall, EndedRun, Lost, Outcome, RunStore
 from runner.tools import Executed, Tool, error_result
+from runner.view import View
+from runner.window import Window
 
 logger = logging.getLogger(__name__)
 
@@ -328,33 +332,21 @@ class Loop:
         self, agent: Agent, record: RunRecord, history: list[Message], asked: Asked
     ) -> ModelReply:
         """Ask until the answer can be used; ask again at most `response_retries` times."""
-        model = agent.models[min(record.model, len(agent.models) - 1)]
-        name = self._model_name(model)
+        _, name = self._model_of(agent, record)
         told = asked.progress.notice(_limits(record).max_repeats)
         corrections = [notice(told)] if told else []
+        window = Window(
+            self.store,
+            agent,
+            record,
+            history,
+            model=name,
+            summarize=partial(self._summarize, agent, record, history, asked),
+        )
         unusable = 0
         for left in range(agent.response_retries, -1, -1):
-            request = build_request(
-                agent,
-                model=name,
-                history=history,
-                corrections=corrections,
-                step=record.step,
-                timeout=max(0.001, min(self.settings.model_timeout, record.remaining)),
-            )
-            described = describe_request(
-                request, history=len(history), corrections=len(corrections)
-            )
             try:
-                reply = self._asker.exchange(
-                    record,
-                    self._model if model is None or isinstance(model, str) else model,
-                    request,
-                    described,
-                    asked,
-                    price=agent.prices.get(name),
-                    stream=agent.stream,
-                )
+                reply = self._exchange(agent, record, history, window, corrections, asked)
             except ModelError as error:
                 if not (error.bad_response and left):
                     raise
@@ -372,6 +364,77 @@ class Loop:
                 return reply
             corrections += correction(reply, problem)
         raise ModelError("the final answer didn't pass its check", type=RunErrorType.INVALID_FINAL)
+
+    def _exchange(
+        self,
+        agent: Agent,
+        record: RunRecord,
+        history: list[Message],
+        window: Window,
+        corrections: list[Message],
+        asked: Asked,
+    ) -> ModelReply:
+        """One answer; a shorter request is made once where the server says that it is too long."""
+        model, name = self._model_of(agent, record)
+        build = partial(
+            build_request,
+            agent,
+            model=name,
+            history=history,
+            corrections=corrections,
+            step=record.step,
+            timeout=self._timeout(record),
+        )
+        request = window.fit(lambda view: build(view=view))
+        while True:
+            described = describe_request(
+                request, history=len(history), corrections=len(corrections), view=window.view
+            )
+            try:
+                reply = self._asker.exchange(
+                    record,
+                    model,
+                    request,
+                    described,
+                    asked,
+                    price=agent.prices.get(name),
+                    stream=agent.stream,
+                )
+            except ModelError as error:
+                if not window.refuse(request, error):
+                    raise
+                request = build(view=window.view)
+            else:
+                window.learn(request, reply.usage)
+                return reply
+
+    def _summarize(
+        self,
+        agent: Agent,
+        record: RunRecord,
+        history: list[Message],
+        asked: Asked,
+        view: View,
+        start: int,
+        most: int,
+    ) -> str | None:
+        """Ask the model to sum up what `view` leaves out from `start` on: an exchange of the step.
+
+        None where it fails, whatever the reason: the run can go on without.
+        """
+        model, name = self._model_of(agent, record)
+        request = build_summary(
+            history, view, start=start, most=most, model=name, timeout=self._timeout(record)
+        )
+        described = describe_summary(
+            request, history=len(history), view=view, start=start, most=most
+        )
+        price = agent.prices.get(name)
+        try:
+            reply = self._asker.exchange(record, model, request, described, asked, price=price)
+        except ModelError:
+            return None
+        return reply.text if isinstance(reply, Final) and reply.text.strip() else None
 
     def _check_answer(
         self, agent: Agent, record: RunRecord, history: list[Message], reply: Final, asked: Asked
@@ -575,6 +638,7 @@ class Loop:
             parts=image_parts(executed.images, call.decision.call_id),
             hidden=self._hidden(self.agents.get(call.record.agent)),
             operation=uuid.uuid4().hex,
+            whole=executed.whole,
         )
         if outcome not in (Outcome.WAIT, Outcome.LAST):
             return Skip(run_id, outcome)
@@ -760,6 +824,16 @@ class Loop:
             entry["agent"] = describe_agent(agent)
         return entry
 
+    def _model_of(self, agent: Agent, record: RunRecord) -> tuple[Model, str]:
+        """The model that this run asks now, and its name."""
+        chosen = agent.models[min(record.model, len(agent.models) - 1)]
+        model = self._model if chosen is None or isinstance(chosen, str) else chosen
+        return model, self._model_name(chosen)
+
+    def _timeout(self, record: RunRecord) -> float:
+        """Seconds for one request."""
+        return max(0.001, min(self.settings.model_timeout, record.remaining))
+
     def _model_name(self, model: str | Model | None) -> str:
         if model is None:
             return self.settings.model
@@ -782,6 +856,9 @@ def _hide(exchange: dict[str, Any], hidden: frozenset[str]) -> dict[str, Any]:
         each | {"content": redact(each["content"], hidden)} for each in request["corrections"]
     ]
     request = request | {"corrections": corrections}
+    if "view" in request:
+        view = request["view"]
+        request["view"] = {k: redact(v, hidden) if k == "note" else v for k, v in view.items()}
     shown = exchange | {"request": request}
     if "response" in exchange:
         shown["response"] = redact(exchange["response"], hidden)

@@ -39,12 +39,16 @@ MAX_INT_BITS = 13_000  # Python writes no int of more than 4,300 digits
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rendered:
-    """`content` is at most the cap; `output_chars` the size before the cut; `data` None if cut."""
+    """`content` is at most the cap; `output_chars` the size before the cut; `data` None if cut.
+
+    `whole` is the text before a cut, None where nothing was cut.
+    """
 
     content: str
     data: JsonValue
     output_chars: int
     truncated: bool
+    whole: str | None = None
 
 
 def render(value: object, *, max_chars: int) -> Rendered:
@@ -53,19 +57,23 @@ def render(value: object, *, max_chars: int) -> Rendered:
     text = data if isinstance(value, str) and isinstance(data, str) else dump_json(data)
     if len(text) <= max_chars:
         return Rendered(text, data, len(text), truncated=False)
-    return Rendered(cut(text, max_chars), None, len(text), truncated=True)
+    return Rendered(cut(text, max_chars), None, len(text), truncated=True, whole=text)
 
 
-def cut(text: str, max_chars: int) -> str:
-    """The head of `text` and a marker with the full size; together at most `max_chars`."""
-    if len(text) <= max_chars:
+def cut(text: str, max_chars: int, *, size: int | None = None) -> str:
+    """The head of `text` and a marker with the full size; together at most `max_chars`.
+
+    `size` is the full one, where `text` is itself the head of something longer.
+    """
+    size = size or len(text)
+    if size <= max_chars:
         return text
 
     def mark(shown: int) -> str:
-        return f"\n... [cut: {shown} of {len(text)} characters shown]"
+        return f"\n... [cut: {shown} of {size} characters shown]"
 
     # The marker for `max_chars` is at least as long as the one for what is really shown.
-    shown = max(0, max_chars - len(mark(max_chars)))
+    shown = min(len(text), max(0, max_chars - len(mark(max_chars))))
     return (text[:shown] + mark(shown))[:max_chars]
 
 

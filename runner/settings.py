@@ -33,6 +33,7 @@ class Settings:
     `renew_every` its heartbeat.
     `drain` is how long a stopping worker lets what runs finish before others take it over.
     `hint_grace` is how long a published hint may take before recovery asks where it is.
+    `max_result_chars` is how much of a result that was cut for the model is kept for the user.
     """
 
     redis_url: str = "redis://127.0.0.1:6379/0"
@@ -50,6 +51,7 @@ class Settings:
     retention: float = 7 * 24 * 3600.0
     max_events: int = 10_000
     max_goal_chars: int = 1_000_000
+    max_result_chars: int = 5_000_000
     celery_config: str = ""
     redact: tuple[str, ...] = ()
     allow_insecure_redis: bool = False
@@ -67,8 +69,9 @@ class Settings:
         for name in (*positive, "retention", "max_events", "max_goal_chars"):
             if not 0 < getattr(self, name) < LONGEST:
                 raise SettingsError(f"{_variable(name)} must be greater than 0, and finite")
-        if not 0 <= self.drain < LONGEST:
-            raise SettingsError("CELERIAC_DRAIN must be 0 or more, and finite")
+        for name in ("drain", "max_result_chars"):
+            if not 0 <= getattr(self, name) < LONGEST:
+                raise SettingsError(f"{_variable(name)} must be 0 or more, and finite")
         if self.renew_every >= self.lease:
             raise SettingsError(
                 "CELERIAC_RENEW_EVERY must be smaller than CELERIAC_LEASE, or every attempt would "

@@ -59,6 +59,7 @@ from runner.record import (
     result_trace,
     usage_args,
 )
+from runner.render import cut
 from runner.scripts import load_script, script_names
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
 
@@ -331,6 +332,8 @@ class RunStore:
                 keys.trace(run_id),
                 keys.DUE,
                 keys.RUNS,
+                keys.view(run_id),
+                keys.whole(run_id),
             ],
             [
                 run_id,
@@ -377,6 +380,8 @@ class RunStore:
                 keys.trace(run_id),
                 keys.DUE,
                 keys.RUNS,
+                keys.view(run_id),
+                keys.whole(run_id),
             ],
             [
                 run_id,
@@ -541,6 +546,13 @@ class RunStore:
             ],
         )
 
+    def keep_view(self, record: RunRecord, state: Mapping[str, Any]) -> Outcome:
+        """Note which part of the history the model is shown, and what is known of its context."""
+        run_id = record.run_id
+        return self._word(
+            "keep_view", [keys.run(run_id), keys.view(run_id)], [record.epoch, dump(state)]
+        )
+
     # --- a call -----------------------------------------------------------------------------------
 
     def begin_call(self, run_id: str, step: int, index: int) -> BegunCall | Outcome:
@@ -627,6 +639,7 @@ class RunStore:
         waits: str | None = None,
         decided: Decided | None = None,
         digest: str | None = None,
+        whole: str | None = None,
     ) -> tuple[Outcome, int | None]:
         """Record a call's result; answers the index of a held call whose turn has come.
 
@@ -634,7 +647,8 @@ class RunStore:
         answer. `parts` follow the block as a user message. Fields called as in `hidden` are hidden
         in the trace. A result that no attempt brings is taken only from a call that `waits` in that
         state, and with these arguments (`digest`); `decided`: it is a denial, of which the first
-        stands.
+        stands. `whole` is the text of a result that was cut for the model; of that, the setting
+        `max_result_chars` is kept for the user.
         """
         reply = self._run(
             "record_result",
@@ -647,6 +661,7 @@ class RunStore:
                 keys.events(run_id),
                 keys.trace(run_id),
                 keys.DUE,
+                keys.whole(run_id),
             ],
             [
                 run_id,
@@ -668,6 +683,7 @@ class RunStore:
                 waits or "",
                 decided.model_dump_json(exclude_none=True) if decided else "",
                 digest or "",
+                cut(whole or "", self.settings.max_result_chars),
             ],
         )
         return reply[0], int(reply[1]) if len(reply) > 1 else None
@@ -821,6 +837,28 @@ class RunStore:
     def read_messages(self, run_id: str) -> list[dict[str, Any]]:
         """The history: chat-completions messages, the goal first."""
         return [json.loads(text) for text in self._ask("lrange", keys.messages(run_id), 0, -1)]
+
+    def read_view(self, run_id: str) -> dict[str, Any]:
+        """What `keep_view` noted last; empty where nothing was."""
+        text = self._ask("get", keys.view(run_id))
+        found: dict[str, Any] = json.loads(text) if text else {}
+        return found
+
+    def read_whole_result(self, run_id: str, call_id: str) -> str | None:
+        """The text of a call's result, also where it was cut for the model; None without one.
+
+        One that wasn't cut is told as the trace keeps it.
+        """
+        whole: str | None = self._ask("hget", keys.whole(run_id), call_id)
+        if whole is not None:
+            return whole
+        for entry in self.read_trace(run_id):
+            found = [entry["result"]] if entry["kind"] == "result" else entry.get("results") or []
+            for result in found:
+                if result["call_id"] == call_id:
+                    return str(result["content"])
+        self.read_run(run_id)  # raises: there is no such run
+        return None
 
     def read_trace(self, run_id: str) -> list[dict[str, Any]]:
         return [json.loads(text) for text in self._ask("lrange", keys.trace(run_id), 0, -1)]

@@ -112,11 +112,15 @@ class Result(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """How a call went. `fatal`: the tool asked for the run to end. `images` follow its block."""
+    """How a call went. `fatal`: the tool asked for the run to end. `images` follow its block.
+
+    `whole` is the text of a result that was cut for the model.
+    """
 
     result: ToolResult
     fatal: bool = False
     images: tuple[Image, ...] = ()
+    whole: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,7 +133,8 @@ class Tool:
 
     `max_calls` is how often a run may call it. After it failed `fallback_after` times in a run,
     `fallback`, a function of the same parameters, answers in its place. What a `final` tool returns
-    is the run's answer. The values of fields called as in `redact` are hidden in the trace.
+    is the run's answer. The values of fields called as in `redact` are hidden in the trace. `keep`
+    are the fields of its result that stay when an old result shrinks, for agents with `compaction`.
 
     `requires` are the scopes that the run's principal needs. `approval`: somebody has to approve a
     call before it runs, or those calls for which this function of the arguments (as the tool gets
@@ -156,6 +161,7 @@ class Tool:
     requires: frozenset[str] = frozenset()
     approval: bool | ApprovalRule = False
     approval_timeout: float | None = None
+    keep: tuple[str, ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -258,6 +264,7 @@ class Options(Frozen):
     requires: frozenset[str]
     approval: bool | Callable[..., Any]
     approval_timeout: float | None = Field(gt=0, allow_inf_nan=False)
+    keep: tuple[str, ...]
 
     @field_validator("redact", "requires", mode="before")
     @classmethod
@@ -265,6 +272,13 @@ class Options(Frozen):
         if isinstance(given, str):
             raise ValueError("it is a set of names, such as {'token'}")  # noqa: TRY004 - pydantic's
         return frozenset(given) if isinstance(given, Iterable) else given
+
+    @field_validator("keep", mode="before")
+    @classmethod
+    def _read_fields(cls, given: object) -> object:
+        if isinstance(given, str):
+            raise ValueError("it is a list of field names, such as ('id', 'status')")  # noqa: TRY004 - pydantic's
+        return tuple(given) if isinstance(given, Iterable) else given
 
 
 # --- definition --------------------------------------------------------------------------------
@@ -289,6 +303,7 @@ def tool(
     requires: Iterable[str] = (),
     approval: bool | ApprovalRule = False,
     approval_timeout: float | None = None,
+    keep: Iterable[str] = (),
 ) -> Callable[[Callable[..., Any]], Tool]: ...
 def tool(
     function: Callable[..., Any] | None = None,
@@ -308,6 +323,7 @@ def tool(
     requires: Iterable[str] = (),
     approval: bool | ApprovalRule = False,
     approval_timeout: float | None = None,
+    keep: Iterable[str] = (),
 ) -> Tool | Callable[[Callable[..., Any]], Tool]:
     """Make a function a tool: `@tool`, or `@tool(timeout=5, idempotent=True)`.
 
@@ -333,6 +349,7 @@ def tool(
             "requires": requires,
             "approval": approval,
             "approval_timeout": approval_timeout,
+            "keep": keep,
         },
     )
     return make if function is None else make(function)
@@ -512,9 +529,10 @@ def execute(
     started = clock()
     fatal = False
     images: list[Image] = []
+    whole: list[str] = []
     function = tool.fallback if in_its_place and tool.fallback else tool.function
     try:
-        outcome = _attempt(tool, function, context, arguments, body or Body(), images)
+        outcome = _attempt(tool, function, context, arguments, body or Body(), images, whole)
     except ToolInterrupted:
         raise
     except BaseException as error:  # noqa: BLE001 - a SystemExit of the tool's is a result too
@@ -525,7 +543,11 @@ def execute(
             context.call_id, tool.name, outcome, attempt=context.attempt, duration_ms=elapsed
         )
         return Executed(refused, fatal)
-    return Executed(outcome.model_copy(update={"duration_ms": elapsed}), images=tuple(images))
+    return Executed(
+        outcome.model_copy(update={"duration_ms": elapsed}),
+        images=tuple(images),
+        whole=whole[0] if whole else None,
+    )
 
 
 def error_result(
@@ -559,6 +581,7 @@ def _attempt(
     arguments: str,
     body: Body,
     images: list[Image],
+    whole: list[str],
 ) -> ToolResult | ToolErrorInfo:
     given = tool.parse(arguments)
     if isinstance(given, ToolErrorInfo):
@@ -573,6 +596,8 @@ def _attempt(
         return _invalid_result(
             f"the answer has {shown.output_chars} characters, at most {tool.max_output_chars}", None
         )
+    if shown.whole is not None:
+        whole.append(shown.whole)
     return ToolResult(
         call_id=context.call_id,
         name=tool.name,

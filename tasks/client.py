@@ -361,6 +361,20 @@ class Run:
         """The history as it is stored, the goal first."""
         return self._store.read_messages(self.id)
 
+    def whole_result(self, call: str) -> str:
+        """The text of a call's result, also where it was cut for the model. `call`: its id, `3.0`.
+
+        Of a text that is longer than the setting `max_result_chars`, the head with a marker. Raises
+        `InvalidInput` where there is no result of such a call (yet).
+        """
+        text = self._store.read_whole_result(self.id, call) if isinstance(call, str) else None
+        if text is None:
+            raise InvalidInput(
+                f"run {self.id} has no result of such a call (yet); a call's id is step and index, "
+                "such as 3.0"
+            )
+        return text
+
     def trace(self) -> list[dict[str, Any]]:
         """What was sent to the model and what came back, decisions and results, in order."""
         return self._store.read_trace(self.id)

@@ -24,13 +24,13 @@ FOLDERS = {
 ROWS = [
     {"models"},
     {"errors", "failpoints", "background", "interrupt", "scripts", "render", "images", "redact"},
-    {"settings", "keys", "record", "schema", "reader", "profiles"},
+    {"settings", "keys", "record", "schema", "reader", "profiles", "view"},
     {"tools", "store", "stream"},
     {"clarify", "nudge", "model", "invariants", "approvals"},
     {"agents"},
     {"context", "answers", "decide", "calls", "budgets"},
     {"guards"},
-    {"ask"},
+    {"ask", "window"},
     {"loop"},
     {"testing"},
 ]

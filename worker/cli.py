@@ -362,6 +362,19 @@ def check(options: argparse.Namespace) -> int:
     return ENDED_OTHERWISE if faults else DONE
 
 
+def result(options: argparse.Namespace) -> int:
+    from worker.show import printable
+
+    with _client(_settings()) as client:
+        text = client.get(options.run).whole_result(options.call)
+    if options.json:
+        _say_json({"run_id": options.run, "call": options.call, "text": text})
+    else:
+        # For a file it stays as it is; a terminal is shown no control characters.
+        _say(printable(text) if sys.stdout.isatty() else text)
+    return DONE
+
+
 # --- what the commands share -------------------------------------------------------------------
 
 
@@ -587,6 +600,10 @@ def make_parser() -> argparse.ArgumentParser:
     _add_json(one)
 
     one = _add_run(add(trace, "show what each step sent, got back, decided and found"))
+    _add_json(one)
+
+    one = _add_run(add(result, "print what a call returned, whole where the model got a part"))
+    one.add_argument("call", metavar="CALL", help="its step and index, such as 3.0")
     _add_json(one)
     return parser
 

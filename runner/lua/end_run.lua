@@ -9,6 +9,8 @@
 -- KEYS[7] trace LIST
 -- KEYS[8] due ZSET
 -- KEYS[9] runs ZSET
+-- KEYS[10] view STRING
+-- KEYS[11] whole HASH
 -- ARGV[1] id of the run
 -- ARGV[2] epoch of the run as whoever ends it saw it, or empty: a cancel ends it whatever has happened
 -- ARGV[3] stop_reason to write
@@ -80,6 +82,8 @@ add_event(KEYS[6], ARGV[10], 'run.finished', '', '', ARGV[19])
 for i = 1, 7 do
   redis.call('PEXPIRE', KEYS[i], ARGV[9])
 end
+redis.call('PEXPIRE', KEYS[10], ARGV[9])
+redis.call('PEXPIRE', KEYS[11], ARGV[9])
 -- The key outlives the run: a request that is repeated late still finds what became of it.
 keep_key(KEYS[1], ARGV[1], 2 * ARGV[9])
 if not held then

@@ -8,6 +8,7 @@
 -- KEYS[6] events STREAM
 -- KEYS[7] trace LIST
 -- KEYS[8] due ZSET
+-- KEYS[9] whole HASH
 -- ARGV[1] id of the run
 -- ARGV[2] step number
 -- ARGV[3] index of the call in its step
@@ -26,6 +27,7 @@
 -- ARGV[16] waits: the state that the call must be in, for a result that no attempt brings, or empty
 -- ARGV[17] decision against the call as JSON, which is the event's data too, or empty
 -- ARGV[18] digest of the arguments that were shown, or empty
+-- ARGV[19] whole text of a result that was cut for the model, or empty
 -- Returns WAIT | LAST | DUPLICATE | STALE | FENCED | DECIDED, with the index of a held call whose turn has come
 local status, phase, step, count = unpack(
   redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'calls'))
@@ -81,6 +83,9 @@ if ARGV[13] ~= '' then
 end
 if ARGV[14] ~= '' then
   redis.call('HSET', KEYS[3], field .. 'final', ARGV[14])
+end
+if ARGV[19] ~= '' then
+  redis.call('HSET', KEYS[9], call, ARGV[19])
 end
 if ARGV[15] ~= '' then
   redis.call('HSET', KEYS[3], field .. 'parts', ARGV[15])

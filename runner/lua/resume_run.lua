@@ -7,6 +7,8 @@
 -- KEYS[5] trace LIST
 -- KEYS[6] due ZSET
 -- KEYS[7] runs ZSET
+-- KEYS[8] view STRING
+-- KEYS[9] whole HASH
 -- ARGV[1] id of the run
 -- ARGV[2] resumed how often before, so that the same request sent twice resumes once
 -- ARGV[3] timeout in ms, from now to the deadline
@@ -29,6 +31,8 @@ end
 for i = 1, 5 do
   redis.call('PERSIST', KEYS[i])
 end
+redis.call('PERSIST', KEYS[8])
+redis.call('PERSIST', KEYS[9])
 -- A new epoch: whoever held the run before it ended has no say in what follows.
 redis.call('HINCRBY', KEYS[1], 'epoch', 1)
 redis.call('HINCRBY', KEYS[1], 'resumed', 1)

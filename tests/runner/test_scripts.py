@@ -188,6 +188,7 @@ def walk() -> dict[str, list[Sent]]:
     record = begin_step().record
     walked["begin_step"] = store.sent[-1:]
     walked["renew_step"] = sent_by(lambda: store.renew_step(run, record.epoch))
+    walked["keep_view"] = sent_by(lambda: store.keep_view(record, {}))
     spent: dict[str, Any] = {"usage": Usage(), "trace": {}, "event": {}}
     walked["commit_step"] = sent_by(
         lambda: store.commit_step(

@@ -542,6 +542,8 @@ two_steps = Agent(name="two-steps", tools=TOOLS, limits=Limits(max_steps=2))
 one_step = Agent(name="one-step", tools=TOOLS, limits=Limits(max_steps=1))
 one_attempt = Agent(name="one-attempt", tools=TOOLS, model_retry=Retry(max_attempts=1))
 
+compacting = Agent(name="compacting", instructions="Help.", tools=TOOLS, compaction=True)
+
 BY_CONFIG: dict[str, Agent] = {
     "{}": plain,
     '{"parallel_tool_calls": false}': serial,
@@ -549,6 +551,7 @@ BY_CONFIG: dict[str, Agent] = {
     '{"max_steps": 2}': two_steps,
     '{"max_steps": 1}': one_step,
     '{"max_attempts": 1}': one_attempt,
+    '{"compaction": true}': compacting,
 }
 """The agent for each `config` of the cases, as JSON text."""
 
