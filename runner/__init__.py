@@ -4,6 +4,7 @@ from runner.agents import Agent, Draft
 from runner.errors import (
     AgentError,
     CeleriacError,
+    ConversationBusy,
     InvalidInput,
     ModelError,
     RedisUnavailable,
@@ -44,6 +45,7 @@ __all__ = [
     "AgentError",
     "CeleriacError",
     "Context",
+    "ConversationBusy",
     "Draft",
     "Event",
     "Evidence",

@@ -66,6 +66,12 @@ MAX_RELEASES = 10
 
 HOST = socket.gethostname()
 
+MAX_INBOX = 100
+"""Messages to one run that may wait for its next step."""
+
+MAX_QUEUED_RUNS = 100
+"""Runs of one conversation that may wait behind the live one."""
+
 MAX_BLOCK = 4.0
 """Seconds that a read waits in Redis at most."""
 
@@ -110,11 +116,17 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EndedRun:
-    """Whether this end was the first, the stop reason that stands, and whether somebody waits."""
+    """Whether this end was the first, the stop reason that stands, and whether somebody waits.
+
+    `following` is the run that begins because of it. `STEP`: it was no end, since the user had said
+    something meanwhile; `step` is to be taken.
+    """
 
     outcome: Outcome
     stop_reason: StopReason | None
     promised: bool
+    following: str | None = None
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +165,16 @@ class OpenCall:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """What `recover_run` found: the hints to publish again, or the record past its deadline."""
+    """What `recover_run` found: the hints to publish again, or the record past its deadline.
+
+    `BUSY`: the run waits for `live` to end, which it was to interrupt.
+    """
 
     outcome: Outcome
     step: int = 0
     calls: tuple[int, ...] = ()
     record: RunRecord | None = None
+    live: str = ""
 
 
 def connect(url: str) -> redis.Redis:
@@ -231,10 +247,17 @@ class RunStore:
         idempotency_key: str | None = None,
         on_finish: OnFinish | None = None,
         promised: bool = False,
+        after: str | None = None,
+        conversation: str | None = None,
+        when_busy: str = "reject",
     ) -> tuple[Outcome, str]:
         """Write the record of a run. `limits` None: the first worker adopts the agent's own.
 
-        `promised`: the run stays due after its end until `settle_run`.
+        `promised`: the run stays due after its end until `settle_run`. `after` is the ended run
+        whose history it goes on from; where that isn't there (`STALE`) or hasn't ended (`BUSY`),
+        nothing is written. In a `conversation` that has a live run it is refused (`BUSY`), or waits
+        for its turn (`WAIT`); then the id is that of the live one. The last of `messages` is the
+        goal.
         """
         tenant = principal.tenant if principal else ""
         record: dict[str, str | int] = {
@@ -246,11 +269,13 @@ class RunStore:
             "on_finish": on_finish.model_dump_json() if on_finish else "",
             "promised": int(promised),
         }
+        if conversation is not None:
+            record["conversation"] = conversation
         if limits:
             record |= limit_fields(limits)
         timeout = ms((limits or Limits()).timeout)
         ttl = timeout + 2 * ms(self.settings.retention) if idempotency_key else 0
-        outcome, known_id = self._run(
+        outcome, *known_ids = self._run(
             "create_run",
             [
                 keys.run(run_id),
@@ -259,6 +284,7 @@ class RunStore:
                 keys.DUE,
                 keys.RUNS,
                 keys.idempotency(tenant, digest(idempotency_key or "")),
+                keys.conversation(tenant, digest(conversation or "")),
             ],
             [
                 run_id,
@@ -268,11 +294,16 @@ class RunStore:
                 self.settings.max_events,
                 dump({"agent": agent}),
                 len(messages),
+                tenant,
+                after or "",
+                "" if conversation is None else when_busy,
+                MAX_QUEUED_RUNS,
+                dump({"reason": "CONVERSATION"}),
                 *map(dump, messages),
                 *flat(record),
             ],
         )
-        return outcome, known_id
+        return outcome, str(known_ids[-1])
 
     def end_run(
         self,
@@ -308,6 +339,8 @@ class RunStore:
                 keys.trace(run_id),
                 keys.DUE,
                 keys.RUNS,
+                keys.inbox(run_id),
+                keys.sent(run_id),
             ],
             [
                 run_id,
@@ -318,7 +351,7 @@ class RunStore:
                 limit or "",
                 dump(message) if message else "",
                 dump(closer),
-                ms(self.settings.retention),
+                ms(self.settings.retention_of(stop_reason)),
                 self.settings.max_events,
                 *usage_args(usage),
                 steps,
@@ -329,8 +362,11 @@ class RunStore:
                 int(held),
             ],
         )
+        if reply[0] is Outcome.STEP:
+            return EndedRun(reply[0], None, promised=False, step=int(reply[1]))
         stands = StopReason(reply[1]) if len(reply) > 1 else None
-        return EndedRun(reply[0], stands, promised=len(reply) > 2)
+        promised, following = reply[2:] or ("", "")
+        return EndedRun(reply[0], stands, promised == "1", following or None)
 
     def resume_run(self, record: RunRecord, limits: Limits) -> Outcome:
         """Take an ended run up again; `limits` count from here on."""
@@ -354,6 +390,7 @@ class RunStore:
                 keys.trace(run_id),
                 keys.DUE,
                 keys.RUNS,
+                keys.sent(run_id),
             ],
             [
                 run_id,
@@ -372,6 +409,40 @@ class RunStore:
         """Say that what the run promised at this end has been delivered."""
         run_id = record.run_id
         return self._word("settle_run", [keys.run(run_id), keys.DUE], [run_id, record.resumed])
+
+    def send_message(self, run_id: str, operation: str, text: str) -> Outcome:
+        """Keep what the user says for the run's next step; once for each operation."""
+        return self._word(
+            "send_message",
+            [keys.run(run_id), keys.inbox(run_id), keys.sent(run_id), keys.events(run_id)],
+            [
+                operation,
+                dump({"role": "user", "content": text}),
+                MAX_INBOX,
+                self.settings.max_events,
+                dump({"chars": len(text)}),
+            ],
+        )
+
+    def delete_run(self, run_id: str) -> Outcome:
+        """Remove an ended run and what points to it; `BUSY` while it hasn't ended."""
+        return self._word(
+            "delete_run",
+            [
+                keys.run(run_id),
+                keys.messages(run_id),
+                keys.calls(run_id),
+                keys.results(run_id),
+                keys.evidence(run_id),
+                keys.events(run_id),
+                keys.trace(run_id),
+                keys.inbox(run_id),
+                keys.sent(run_id),
+                keys.DUE,
+                keys.RUNS,
+            ],
+            [run_id],
+        )
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -399,6 +470,8 @@ class RunStore:
                 keys.seen(STEPS_QUEUE),
                 keys.suspect(_process()),
                 keys.DUE,
+                keys.messages(run_id),
+                keys.inbox(run_id),
             ],
             [
                 step,
@@ -712,6 +785,7 @@ class RunStore:
                 keys.seen(TOOLS_QUEUE),
                 STEPS_QUEUE,
                 TOOLS_QUEUE,
+                keys.messages(run_id),
             ],
             [
                 run_id,
@@ -723,6 +797,8 @@ class RunStore:
         )
         if len(reply) == 1:
             return Lost(reply[0])
+        if reply[0] is Outcome.BUSY:
+            return Lost(reply[0], live=str(reply[1]))
         if reply[0] is Outcome.EXPIRED:
             return Lost(reply[0], record=parse_record(run_id, pairs(reply[2]), int(reply[1])))
         return Lost(reply[0], int(reply[1]), tuple(map(int, reply[2:])))
@@ -826,6 +902,21 @@ class RunStore:
         for run_id in self._ask("zrevrange", keys.RUNS, 0, limit - 1):
             with contextlib.suppress(RunNotFound, SchemaError):
                 yield self.read_run(run_id)
+
+    def ended_before(
+        self, seconds_ago: float, stop_reason: StopReason | None = None
+    ) -> Iterator[str]:
+        """The ids of runs that ended so long ago, and so, and whose end was delivered."""
+        clock: tuple[int, int] = self._ask("time")
+        latest = clock[0] * 1000 + clock[1] // 1000 - ms(seconds_ago)
+        for run_id in self._ask("zrangebyscore", keys.RUNS, "-inf", "(+inf"):
+            stop, ended, promised = self._ask(
+                "hmget", keys.run(run_id), ["stop_reason", "ended", "promised"]
+            )
+            if stop is None or promised == "1" or int(ended) > latest:
+                continue
+            if stop_reason in (None, stop):
+                yield str(run_id)
 
     def publish_agents(self, limits: Mapping[str, Limits]) -> None:
         """Tell clients that have no agents of their own which there are."""

@@ -29,7 +29,7 @@ ROWS = [
     {"clarify", "nudge", "model", "invariants"},
     {"agents"},
     {"context", "answers", "decide", "calls", "budgets"},
-    {"guards"},
+    {"guards", "earlier"},
     {"ask"},
     {"loop"},
     {"testing"},
