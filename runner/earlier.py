@@ -131,10 +131,10 @@ def _clean(value: Any) -> Any:
 
 
 def _blocks(messages: Sequence[Message]) -> list[tuple[int, list[Message]]]:
-    """Each message with the tool messages that follow it, and its place."""
+    """Each message with its place; a turn together with the tool messages that follow it."""
     blocks: list[tuple[int, list[Message]]] = []
     for at, message in enumerate(messages):
-        if message["role"] == "tool" and blocks:
+        if message["role"] == "tool" and blocks and "tool_calls" in blocks[-1][1][0]:
             blocks[-1][1].append(message)
         else:
             blocks.append((at, [message]))

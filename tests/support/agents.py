@@ -150,6 +150,16 @@ def slow_until_second(ctx: Context) -> str:
     return "second"
 
 
+@tool(timeout=30, idempotent=True)
+def wait_until_told(ctx: Context, n: int) -> int:
+    """Return once the ledger says so."""
+    note(f"{ctx.trace_id} enter wait_until_told")
+    path = Path(os.environ["CELERIAC_TEST_LEDGER"])
+    while f"told {ctx.run_id}\n" not in path.read_text(encoding="utf-8"):
+        time.sleep(0.02)
+    return n
+
+
 @tool(idempotent=True)
 def whoami(ctx: Context) -> dict[str, str]:
     """Tell what the context says."""
@@ -218,4 +228,5 @@ sparing = Agent(name="sparing", tools=TOOLS, limits=Limits(max_tokens=30))
 lethal = Agent(name="lethal", model=Lethal())
 typed = Agent(name="typed", tools=TOOLS, output_type=dict[str, int])
 curious = Agent(name="curious", tools=TOOLS, clarify=True)
+attentive = Agent(name="attentive", tools=[ping, wait_until_told])
 chatty = Agent(name="chatty", tools=TOOLS, stream=True)
