@@ -12,7 +12,7 @@ from celery import Celery, states
 from runner import keys
 from runner.errors import CeleriacError, RunNotFound
 from runner.models import FinalResult, StopReason
-from runner.store import RunStore
+from runner.store import Outcome, RunStore
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,16 @@ def deliver(app: Celery, store: RunStore, run_id: str) -> None:
             root_id=run_id,
             queue=on_finish.queue,
         )
-    store.settle_run(record)
+    if store.settle_run(record) is Outcome.STALE and not _is_there(store, run_id):
+        forget(app, run_id)  # deleted meanwhile: what was stored above is nobody's
+
+
+def _is_there(store: RunStore, run_id: str) -> bool:
+    try:
+        store.read_run(run_id)
+    except RunNotFound:
+        return False
+    return True
 
 
 def store_started(app: Celery, store: RunStore, run_id: str) -> None:

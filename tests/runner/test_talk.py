@@ -178,6 +178,8 @@ def test_the_step_cap_bounds_it_and_a_resume_reads_the_message(loops: Loops) -> 
     assert said(loops) == ["go", "first", "one"]
     assert check_run(loops.store, RUN) == []
     loops.store.resume_run(loops.record, Limits(max_steps=1))
+    assert check_run(loops.store, RUN) == []
+    assert say(loops.store, "one") is Outcome.DUPLICATE
     assert drive(loop, NextStep(RUN, 1)) == Finish(RUN, StopReason.COMPLETED)
     assert loops.result.answer == "second"
     assert check_run(loops.store, RUN) == []
@@ -210,6 +212,8 @@ def test_an_answer_whose_reply_was_lost_is_the_same_turn_once(
     assert (first.outcome, first.step) == (again.outcome, again.step) == (Outcome.STEP, 1)
     assert [each["content"] for each in store.read_messages(RUN)] == ["go", "done"]
     assert store.renew_step(RUN, begun.record.epoch) is Outcome.FENCED
+    error = store.end_run(RUN, StopReason.ERROR, epoch=begun.record.epoch, held=True, closer=CLOSER)
+    assert error.outcome is Outcome.FENCED
     late = store.begin_step(RUN, 1)
     assert isinstance(late, BegunStep)
     assert end_with(store, begun.record, "done").outcome is Outcome.STEP
