@@ -200,14 +200,16 @@ def test_enqueued_runs_wait_and_begin_in_order_each_with_the_history_before_it(
     assert end(store, THREE).following is None
 
 
-def test_the_time_of_a_run_that_waited_counts_from_its_turn(make_store: MakeStore) -> None:
-    store = make_store(hint_grace=0.0005)
+def test_the_time_of_a_run_that_waited_counts_from_its_turn(store: RunStore) -> None:
     talk(store, ONE)
-    talk(store, TWO, limits=Limits(timeout=0.001))
-    assert store.recover_run(TWO) == Lost(Outcome.WAIT), "an expired one would have been ended"
+    talk(store, TWO, limits=Limits(timeout=60))
+    store.redis.hset(redis_keys.run(TWO), "deadline", 1)
+    assert store.recover_run(TWO) == Lost(Outcome.WAIT), "an expired one would be ended"
     end(store, ONE)
-    record = store.read_run(TWO)
-    assert record.deadline > record.created + 1
+    score = store.redis.zscore(redis_keys.DUE, TWO)
+    assert score is not None
+    begun = score - store.settings.hint_grace * 1000
+    assert store.read_run(TWO).deadline == begun + 60_000
     end(store, TWO)
     check_keys(store.redis)
 
@@ -289,6 +291,19 @@ def test_recovery_begins_a_run_that_nothing_else_would(store: RunStore, lost: st
     assert line(store) == [TWO]
     assert history(store, TWO)[-1] == f"goal of {TWO}"
     assert store.begin_step(TWO, 0) is not Outcome.STALE
+
+
+def test_recovery_publishes_the_first_step_of_a_run_whose_turn_nobody_told(
+    make_store: MakeStore,
+) -> None:
+    store = make_store(hint_grace=0.0005)
+    talk(store, ONE)
+    talk(store, TWO)
+    end(store, ONE)  # and whoever ended it dies before it publishes
+    while store.recover_run(TWO) != Lost(Outcome.STEP):
+        pass
+    assert store.begin_step(TWO, 0) is not Outcome.STALE
+    end(store, TWO)
 
 
 def test_no_more_than_so_many_wait(store: RunStore) -> None:

@@ -11,10 +11,13 @@ import pytest
 
 from runner import ConversationBusy, InvalidInput, Principal, RunFinished, RunNotFound, StopReason
 from runner import keys as redis_keys
+from runner.errors import RedisUnavailable
 from runner.invariants import check_run
+from runner.store import EndedRun, RunStore
 from support.model_server import Reply, calls, final
 from support.stage import Stage
 from tasks import Run
+from tasks.accept import accept_goal
 from worker import cli
 
 Invoke = Callable[..., tuple[int, str]]
@@ -208,6 +211,25 @@ def test_an_interrupting_run_ends_the_live_one_and_goes_on_from_it(stage: Stage)
     assert "interrupted" in result.error.message
     roles = [each["role"] for each in second.messages()]
     assert roles == ["user", "assistant", "tool", "tool", "user", "assistant"]
+
+
+class Away(RunStore):
+    """A store whose Redis goes away before it can end a run."""
+
+    def end_run(self, *args: Any, **options: Any) -> EndedRun:
+        raise RedisUnavailable("Redis doesn't answer")
+
+
+def test_an_interrupt_that_the_submit_didnt_come_to_is_made_good(stage: Stage) -> None:
+    live = begin(stage, "away")
+    store = Away(stage.fleet.settings)
+    accepted = accept_goal(
+        store, "Never mind", agent="helper", conversation="away", when_busy="interrupt"
+    )
+    store.close()
+    assert (accepted.created, accepted.begins) == (True, False)
+    assert stage.client.get(accepted.run_id).result(timeout=20).ok
+    assert live.result(timeout=1).stop_reason is StopReason.CANCELLED
 
 
 def test_cancelling_the_live_run_lets_the_next_one_begin_at_once(stage: Stage) -> None:
