@@ -56,6 +56,14 @@ class AlreadyDecided(CeleriacError):
     """The call was approved or denied before, or its time to be was over; nothing was changed."""
 
 
+class ConversationBusy(InvalidInput):
+    """The conversation has a live run; `run_id` is its id, or empty where it isn't known."""
+
+    def __init__(self, message: str, *, run_id: str = "") -> None:
+        super().__init__(message)
+        self.run_id = run_id
+
+
 class RunNotFound(CeleriacError):
     """There is no record of such a run: never made, deleted, or past its retention."""
 

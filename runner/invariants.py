@@ -106,6 +106,8 @@ def _read(store: RunStore, run_id: str) -> Look | list[str]:
         keys.trace(run_id),
         keys.view(run_id),
         keys.whole(run_id),
+        keys.inbox(run_id),
+        keys.sent(run_id),
     ]
     # One transaction: between two commands a run moves on.
     pipe: Any = store.redis.pipeline(transaction=True)
@@ -210,9 +212,13 @@ def _check_steps(look: Look) -> Iterator[str]:
 
 
 def _check_turns(look: Look) -> Iterator[str]:
-    """The history: whole blocks, each the turn of one committed step, with its calls' results."""
+    """The history: whole blocks, each the turn of one committed step, with its calls' results.
+
+    What stands before the goal was brought along, and no step of this run made it.
+    """
     blocks, faults = _read_blocks(look)
     yield from faults
+    blocks = {at: results for at, results in blocks.items() if at > look.record.goal}
     turns: dict[int, dict[str, Any]] = {}
     lost = 0
     for entry in look.answers:
@@ -222,21 +228,30 @@ def _check_turns(look: Look) -> Iterator[str]:
         if at is not None:
             turns[at] = entry  # an earlier entry of this place ended its run, and left no turn
     completed = look.record.stop_reason is StopReason.COMPLETED
-    for at in blocks.keys() - turns.keys():
-        # Where a tool gave the run's answer, no model was asked for the last message.
-        if not (completed and look.answered_by_tool and at == len(look.messages) - 1):
+    unasked = sorted(blocks.keys() - turns.keys())
+    # Where a tool gave an answer, no model was asked for that message.
+    by_tool = look.record.tool_answers + (completed and look.answered_by_tool)
+    told = [at for at in unasked if _is_final(look.messages[at])][:by_tool]
+    for at in unasked:
+        if at not in told:
             yield f"message {at} is a turn that no committed step made"
     if lost > look.ends - completed:
         yield f"{lost} committed steps left no turn in the history"
     for at, entry in turns.items():
         yield from _check_block(look, at, entry, blocks[at])
-    finals = [at for at, message in enumerate(look.messages) if _is_final(message)]
-    if finals != ([len(look.messages) - 1] if completed else []):
+    finals = [at for at in blocks if _is_final(look.messages[at])]
+    # The run goes on after an answer where its user had said something meanwhile.
+    ends = [at for at in finals if not _is_said(look.messages[at + 1 : at + 2])]
+    if ends != ([len(look.messages) - 1] if completed else []):
         yield f"final answers stand at {finals} of {len(look.messages)} messages"
 
 
 def _is_final(message: Message) -> bool:
     return message["role"] == "assistant" and not message.get("tool_calls")
+
+
+def _is_said(following: Sequence[Message]) -> bool:
+    return bool(following) and following[0]["role"] == "user"
 
 
 def _ids(message: Message) -> list[str]:

@@ -44,6 +44,14 @@ def evidence(run_id: str) -> str:
     return f"celeriac:{run_id}:evidence"
 
 
+def inbox(run_id: str) -> str:
+    return f"celeriac:{run_id}:inbox"
+
+
+def sent(run_id: str) -> str:
+    return f"celeriac:{run_id}:sent"
+
+
 def events(run_id: str) -> str:
     return f"celeriac:{run_id}:events"
 
@@ -64,6 +72,11 @@ def whole(run_id: str) -> str:
 
 def idempotency(tenant: str, key: str) -> str:
     return f"celeriac:idem:{tenant}:{key}"
+
+
+def conversation(tenant: str, name: str) -> str:
+    """LIST: the live run of a conversation, or its last, and those that wait behind it."""
+    return f"celeriac:conversation:{tenant}:{name}"
 
 
 def seen(queue: str) -> str:

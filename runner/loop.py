@@ -118,6 +118,10 @@ CLOSER = error_result(
 """What stands in the history for a call that was open when its run ended."""
 
 
+INTERRUPTED = "interrupted by the next run of its conversation"
+"""The reason of a cancel that made room for another run."""
+
+
 # --- what comes next ------------------------------------------------------------------------------
 
 
@@ -140,11 +144,15 @@ class NextStep:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The run has ended; `promised`: its result is to be delivered to somebody."""
+    """The run has ended; `promised`: its result is to be delivered to somebody.
+
+    `following` is the run of its conversation that begins now: its first step is to be published.
+    """
 
     run_id: str
     stop_reason: StopReason
     promised: bool = False
+    following: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,6 +350,7 @@ class Loop:
             history,
             model=name,
             summarize=partial(self._summarize, agent, record, history, asked),
+            goal=record.goal,
         )
         unusable = 0
         for left in range(agent.response_retries, -1, -1):
@@ -449,7 +458,7 @@ class Loop:
             if entry["kind"] == "result"
         ]
         draft = Draft(
-            goal=str(history[0]["content"]),
+            goal=str(history[record.goal]["content"]),
             text=reply.text,
             answer=asked.answer,
             results=results,
@@ -678,6 +687,8 @@ class Loop:
             case Outcome.DELIVER:
                 stop_reason = self.store.read_run(run_id).stop_reason or StopReason.ERROR
                 return Finish(run_id, stop_reason, promised=True)
+            case Outcome.BUSY:
+                return self._interrupt(lost.live)
             case _:
                 return Skip(run_id, lost.outcome)
 
@@ -697,6 +708,13 @@ class Loop:
             if outcome is Outcome.LAST:
                 return _after_result(run_id, lost.step, outcome, turn)
         return self.recover(run_id)
+
+    def _interrupt(self, run_id: str) -> Next:
+        """End a run that a submit was to interrupt, and didn't come to."""
+        ended = cancel_run(self.store, run_id, INTERRUPTED)
+        if ended.outcome is not Outcome.OK:
+            return Skip(run_id, ended.outcome)
+        return Finish(run_id, StopReason.CANCELLED, ended.promised, ended.following)
 
     def _stop(self, record: RunRecord, outcome: Outcome) -> Next:
         """End a run that a limit has reached."""
@@ -788,6 +806,8 @@ class Loop:
             steps=1 if asked and asked.exchanges else 0,
             trace=trace,
         )
+        if ended.outcome is Outcome.STEP:
+            return NextStep(record.run_id, ended.step)
         if ended.outcome is not Outcome.OK:
             return Skip(record.run_id, ended.outcome)
         logger.info(
@@ -796,7 +816,7 @@ class Loop:
             stop_reason,
             error.type if error else None,
         )
-        return Finish(record.run_id, stop_reason, promised=ended.promised)
+        return Finish(record.run_id, stop_reason, ended.promised, ended.following)
 
     def _trace(
         self,

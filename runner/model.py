@@ -17,7 +17,7 @@ import math
 import os
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -411,10 +411,20 @@ def _write_content(content: object) -> Any:
             return content
 
 
+REFUSED_HISTORY = "the history can't be sent (rule 1): "
+
+
 def _refuse_history(fault: str) -> ModelError:
-    return ModelError(
-        f"the history can't be sent (rule 1): {fault}", type=RunErrorType.CONFIG_ERROR
-    )
+    return ModelError(f"{REFUSED_HISTORY}{fault}", type=RunErrorType.CONFIG_ERROR)
+
+
+def find_history_fault(messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why no request could carry these messages, in words without their content; None: it could."""
+    try:
+        _write_messages(tuple(dict(each) for each in messages), OPENAI)
+    except ModelError as error:
+        return str(error).removeprefix(REFUSED_HISTORY)
+    return None
 
 
 # --- the client --------------------------------------------------------------------------------

@@ -34,7 +34,9 @@ class RunRecord:
     """A run's record as it was at `now`. Times are ms by Redis' clock.
 
     `used` and `failed` count a tool's calls and failures by its name; `model` is the index of the
-    agent's model that is asked; `final` is the answer that a final tool has given.
+    agent's model that is asked; `final` is the answer that a final tool has given. `goal` is the
+    place of the goal in the history, behind what was said before; `after` the run that this one
+    goes on from. `tool_answers` counts answers of a final tool after which the run went on.
     """
 
     run_id: str
@@ -70,6 +72,10 @@ class RunRecord:
     to_backend: bool
     schema: int
     now: int
+    goal: int = 0
+    after: str | None = None
+    conversation: str | None = None
+    tool_answers: int = 0
 
     @property
     def tenant(self) -> str:
@@ -95,6 +101,8 @@ class RunInfo(Frozen):
     ended: float | None
     usage: Usage
     metadata: dict[str, JsonValue]
+    after: str | None = None
+    conversation: str | None = None
 
     @classmethod
     def of(cls, record: RunRecord) -> RunInfo:
@@ -109,6 +117,8 @@ class RunInfo(Frozen):
             ended=record.ended / 1000 if record.ended else None,
             usage=record.usage,
             metadata=record.metadata,
+            after=record.after,
+            conversation=record.conversation,
         )
 
 
@@ -257,6 +267,10 @@ def parse_record(run_id: str, fields: Mapping[str, str], now: int) -> RunRecord:
         to_backend=number("to_backend") == 1,
         schema=number("schema"),
         now=now,
+        goal=number("goal"),
+        after=fields.get("after") or None,
+        conversation=fields.get("conversation") or None,
+        tool_answers=number("tool_answers"),
     )
 
 

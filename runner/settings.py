@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import redis
 
 from runner.errors import SettingsError
+from runner.models import StopReason
 
 STEPS_QUEUE = "celeriac.steps"
 TOOLS_QUEUE = "celeriac.tools"
@@ -34,6 +35,8 @@ class Settings:
     `drain` is how long a stopping worker lets what runs finish before others take it over.
     `hint_grace` is how long a published hint may take before recovery asks where it is.
     `max_result_chars` is how much of a result that was cut for the model is kept for the user.
+    `retention_by_stop_reason` holds texts such as `ERROR=604800`, for ends that are to be read for
+    longer or shorter than `retention`.
     """
 
     redis_url: str = "redis://127.0.0.1:6379/0"
@@ -56,6 +59,7 @@ class Settings:
     redact: tuple[str, ...] = ()
     allow_insecure_redis: bool = False
     allow_unlimited_tools: bool = False
+    retention_by_stop_reason: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("redis_url", "broker_url"):
@@ -72,11 +76,32 @@ class Settings:
         for name in ("drain", "max_result_chars"):
             if not 0 <= getattr(self, name) < LONGEST:
                 raise SettingsError(f"{_variable(name)} must be 0 or more, and finite")
+        self._retentions()  # read once, to refuse what can't be
         if self.renew_every >= self.lease:
             raise SettingsError(
                 "CELERIAC_RENEW_EVERY must be smaller than CELERIAC_LEASE, or every attempt would "
                 "lose its lease; a third of it is usual"
             )
+
+    def retention_of(self, stop_reason: StopReason) -> float:
+        """How long a run that has ended so can be read, in seconds."""
+        return self._retentions().get(stop_reason, self.retention)
+
+    def _retentions(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for text in self.retention_by_stop_reason:
+            name, _, seconds = text.partition("=")
+            try:
+                value = float(seconds)
+            except ValueError:
+                value = 0.0
+            if name not in set(StopReason) or not 0 < value < LONGEST:
+                raise SettingsError(
+                    "CELERIAC_RETENTION_BY_STOP_REASON takes stop reasons with seconds greater "
+                    "than 0, with commas, such as COMPLETED=3600,ERROR=604800"
+                )
+            found[name] = value
+        return found
 
     @property
     def queue_url(self) -> str:

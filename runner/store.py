@@ -71,6 +71,12 @@ MAX_RELEASES = 10
 
 HOST = socket.gethostname()
 
+MAX_INBOX = 100
+"""Messages to one run that may wait for its next step."""
+
+MAX_QUEUED_RUNS = 100
+"""Runs of one conversation that may wait behind the live one."""
+
 MAX_BLOCK = 4.0
 """Seconds that a read waits in Redis at most."""
 
@@ -123,11 +129,17 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EndedRun:
-    """Whether this end was the first, the stop reason that stands, and whether somebody waits."""
+    """Whether this end was the first, the stop reason that stands, and whether somebody waits.
+
+    `following` is the run that begins because of it. `STEP`: it was no end, since the user had said
+    something meanwhile; `step` is to be taken.
+    """
 
     outcome: Outcome
     stop_reason: StopReason | None
     promised: bool
+    following: str | None = None
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +187,15 @@ class OpenCall:
 class Lost:
     """What `recover_run` found: the hints to publish again, or the record past its deadline.
 
-    `UNDECIDED`: the calls whose time to be approved is over.
+    `UNDECIDED`: the calls whose time to be approved is over. `BUSY`: the run waits for `live` to
+    end, which it was to interrupt.
     """
 
     outcome: Outcome
     step: int = 0
     calls: tuple[int, ...] = ()
     record: RunRecord | None = None
+    live: str = ""
 
 
 def connect(url: str) -> redis.Redis:
@@ -254,10 +268,17 @@ class RunStore:
         idempotency_key: str | None = None,
         on_finish: OnFinish | None = None,
         promised: bool = False,
+        after: str | None = None,
+        conversation: str | None = None,
+        when_busy: str = "reject",
     ) -> tuple[Outcome, str]:
         """Write the record of a run. `limits` None: the first worker adopts the agent's own.
 
-        `promised`: the run stays due after its end until `settle_run`.
+        `promised`: the run stays due after its end until `settle_run`. `after` is the ended run
+        whose history it goes on from; where that isn't there (`STALE`) or hasn't ended (`BUSY`),
+        nothing is written. In a `conversation` that has a live run it is refused (`BUSY`), or waits
+        for its turn (`WAIT`); then the id is that of the live one. The last of `messages` is the
+        goal.
         """
         tenant = principal.tenant if principal else ""
         record: dict[str, str | int] = {
@@ -270,11 +291,13 @@ class RunStore:
             "promised": int(promised),
             "to_backend": int(bool(self.settings.result_backend)),
         }
+        if conversation is not None:
+            record["conversation"] = conversation
         if limits:
             record |= limit_fields(limits)
         timeout = ms((limits or Limits()).timeout)
         ttl = timeout + 2 * ms(self.settings.retention) if idempotency_key else 0
-        outcome, known_id = self._run(
+        outcome, *known_ids = self._run(
             "create_run",
             [
                 keys.run(run_id),
@@ -283,6 +306,7 @@ class RunStore:
                 keys.DUE,
                 keys.RUNS,
                 keys.idempotency(tenant, digest(idempotency_key or "")),
+                keys.conversation(tenant, digest(conversation or "")),
             ],
             [
                 run_id,
@@ -292,11 +316,16 @@ class RunStore:
                 self.settings.max_events,
                 dump({"agent": agent}),
                 len(messages),
+                tenant,
+                after or "",
+                "" if conversation is None else when_busy,
+                MAX_QUEUED_RUNS,
+                dump({"reason": "CONVERSATION"}),
                 *map(dump, messages),
                 *flat(record),
             ],
         )
-        return outcome, known_id
+        return outcome, str(known_ids[-1])
 
     def end_run(
         self,
@@ -334,6 +363,8 @@ class RunStore:
                 keys.RUNS,
                 keys.view(run_id),
                 keys.whole(run_id),
+                keys.inbox(run_id),
+                keys.sent(run_id),
             ],
             [
                 run_id,
@@ -344,7 +375,7 @@ class RunStore:
                 limit or "",
                 dump(message) if message else "",
                 dump(closer),
-                ms(self.settings.retention),
+                ms(self.settings.retention_of(stop_reason)),
                 self.settings.max_events,
                 *usage_args(usage),
                 steps,
@@ -355,8 +386,11 @@ class RunStore:
                 int(held),
             ],
         )
+        if reply[0] is Outcome.STEP:
+            return EndedRun(reply[0], None, promised=False, step=int(reply[1]))
         stands = StopReason(reply[1]) if len(reply) > 1 else None
-        return EndedRun(reply[0], stands, promised=len(reply) > 2)
+        promised, following = reply[2:] or ("", "")
+        return EndedRun(reply[0], stands, promised == "1", following or None)
 
     def resume_run(self, record: RunRecord, limits: Limits) -> Outcome:
         """Take an ended run up again; `limits` count from here on."""
@@ -382,6 +416,7 @@ class RunStore:
                 keys.RUNS,
                 keys.view(run_id),
                 keys.whole(run_id),
+                keys.sent(run_id),
             ],
             [
                 run_id,
@@ -402,6 +437,42 @@ class RunStore:
         """Say that what the run promised at this end has been delivered."""
         run_id = record.run_id
         return self._word("settle_run", [keys.run(run_id), keys.DUE], [run_id, record.resumed])
+
+    def send_message(self, run_id: str, operation: str, text: str) -> Outcome:
+        """Keep what the user says for the run's next step; once for each operation."""
+        return self._word(
+            "send_message",
+            [keys.run(run_id), keys.inbox(run_id), keys.sent(run_id), keys.events(run_id)],
+            [
+                operation,
+                dump({"role": "user", "content": text}),
+                MAX_INBOX,
+                self.settings.max_events,
+                dump({"chars": len(text)}),
+            ],
+        )
+
+    def delete_run(self, run_id: str) -> Outcome:
+        """Remove an ended run and what points to it; `BUSY` while it hasn't ended."""
+        return self._word(
+            "delete_run",
+            [
+                keys.run(run_id),
+                keys.messages(run_id),
+                keys.calls(run_id),
+                keys.results(run_id),
+                keys.evidence(run_id),
+                keys.events(run_id),
+                keys.trace(run_id),
+                keys.inbox(run_id),
+                keys.sent(run_id),
+                keys.DUE,
+                keys.RUNS,
+                keys.view(run_id),
+                keys.whole(run_id),
+            ],
+            [run_id],
+        )
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -429,6 +500,8 @@ class RunStore:
                 keys.seen(STEPS_QUEUE),
                 keys.suspect(_process()),
                 keys.DUE,
+                keys.messages(run_id),
+                keys.inbox(run_id),
             ],
             [
                 step,
@@ -800,6 +873,7 @@ class RunStore:
                 STEPS_QUEUE,
                 TOOLS_QUEUE,
                 keys.RUNS,
+                keys.messages(run_id),
             ],
             [
                 run_id,
@@ -811,6 +885,8 @@ class RunStore:
         )
         if len(reply) == 1:
             return Lost(reply[0])
+        if reply[0] is Outcome.BUSY:
+            return Lost(reply[0], live=str(reply[1]))
         if reply[0] is Outcome.EXPIRED:
             return Lost(reply[0], record=parse_record(run_id, pairs(reply[2]), int(reply[1])))
         return Lost(reply[0], int(reply[1]), tuple(map(int, reply[2:])))
@@ -974,6 +1050,28 @@ class RunStore:
                     yield run_id
             if len(run_ids) < PAGE:
                 return
+
+    def ended_before(
+        self,
+        seconds_ago: float,
+        stop_reason: StopReason | None = None,
+        *,
+        tenant: str | None = None,
+    ) -> Iterator[str]:
+        """The ids of runs that ended so long ago, and so, and whose end was delivered.
+
+        With a `tenant`, of its runs alone.
+        """
+        clock: tuple[int, int] = self._ask("time")
+        latest = clock[0] * 1000 + clock[1] // 1000 - ms(seconds_ago)
+        for run_id in self._ask("zrangebyscore", keys.RUNS, "-inf", "(+inf"):
+            stop, ended, promised, of = self._ask(
+                "hmget", keys.run(run_id), ["stop_reason", "ended", "promised", "tenant"]
+            )
+            if stop is None or promised == "1" or int(ended) > latest:
+                continue
+            if stop_reason in (None, stop) and tenant in (None, of):
+                yield str(run_id)
 
     def publish_agents(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -15,14 +16,39 @@ from runner import keys
 from runner.agents import NAME, Agents
 from runner.context import goal_message
 from runner.decide import missing_scopes
-from runner.errors import AgentError, InvalidInput, PermissionDenied
+from runner.earlier import check_messages
+from runner.errors import (
+    AgentError,
+    ConversationBusy,
+    InvalidInput,
+    PermissionDenied,
+    RedisUnavailable,
+)
+from runner.loop import INTERRUPTED, cancel_run
 from runner.models import Limits, OnFinish, Principal
 from runner.store import Outcome, RunStore
 
+logger = logging.getLogger(__name__)
+
 MAX_METADATA_CHARS = 16_384
 
+MAX_CONVERSATION_CHARS = 256
+
+WHEN_BUSY = ("reject", "enqueue", "interrupt")
+"""What may become of a goal whose conversation has a live run."""
+
 START_NEEDS = ("goal", "agent")
-START_TAKES = (*START_NEEDS, "principal", "metadata", "idempotency_key", "on_finish")
+START_TAKES = (
+    *START_NEEDS,
+    "principal",
+    "metadata",
+    "idempotency_key",
+    "on_finish",
+    "messages",
+    "after",
+    "conversation",
+    "when_busy",
+)
 """What `celeriac.start` must be given, and all that it may be."""
 
 MAX_FAULTS = 5
@@ -31,10 +57,14 @@ MAX_FAULTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The run that a goal got, and whether this made it or it was there already."""
+    """The run that a goal got, and whether this made it or it was there already.
+
+    `begins`: its first step may be taken now; one that was enqueued waits for its turn.
+    """
 
     run_id: str
     created: bool
+    begins: bool
 
 
 def accept_goal(
@@ -48,28 +78,84 @@ def accept_goal(
     metadata: Mapping[str, Any] | None = None,
     idempotency_key: str | None = None,
     on_finish: OnFinish | Mapping[str, str] | str | None = None,
+    messages: Sequence[Mapping[str, Any]] | None = None,
+    after: str | None = None,
+    conversation: str | None = None,
+    when_busy: str = "reject",
 ) -> Accepted:
     """Write the record of a new run, or find the one that the key or the id already stands for.
 
     Raises `InvalidInput` (`PermissionDenied` where the principal may not use the agent) or
     `AgentError`; then nothing was written.
     """
-    _check_goal(goal, store.settings.max_goal_chars)
+    check_text("goal", goal, store.settings.max_goal_chars)
+    _check_place(after, conversation, when_busy)
+    earlier = check_messages(messages, store.settings.max_goal_chars)
     limits = _limits_of(store, _check_agent(agent), agents)
     acting = check_principal(principal)
     _check_permission(store, agent, agents, acting)
     outcome, known_id = store.create_run(
-        run_id=keys.check_run_id(run_id) if run_id else new_run_id(),
+        run_id=(new_id := keys.check_run_id(run_id) if run_id else new_run_id()),
         agent=agent,
-        messages=[goal_message(goal)],
+        messages=[*earlier, goal_message(goal)],
         limits=limits,
         principal=acting,
         metadata=_check_metadata(metadata),
         idempotency_key=_check_idempotency_key(idempotency_key),
         on_finish=(task := _check_on_finish(on_finish)),
         promised=task is not None or bool(store.settings.result_backend),
+        after=after,
+        conversation=conversation,
+        when_busy=when_busy,
     )
-    return Accepted(known_id, created=outcome is Outcome.CREATED)
+    match outcome:
+        case Outcome.STALE:
+            raise InvalidInput(f"after: there is no run {after} of this tenant to go on from")
+        case Outcome.BUSY if after is not None:
+            raise InvalidInput(
+                f"after: run {after} hasn't ended; say it to that run with run.send(text), or wait"
+            )
+        case Outcome.BUSY:
+            raise _refuse_busy(known_id, when_busy)
+        case Outcome.WAIT:
+            begins = when_busy == "interrupt" and _interrupt(store, known_id) == new_id
+            return Accepted(new_id, created=True, begins=begins)
+    made = outcome is Outcome.CREATED
+    return Accepted(known_id, created=made, begins=made)
+
+
+def _interrupt(store: RunStore, live: str) -> str | None:
+    """End the live run of a conversation; answers the run that begins because of it."""
+    try:
+        return cancel_run(store, live, INTERRUPTED).following
+    except RedisUnavailable as error:
+        # The new run is accepted, and its record says whom it interrupts: recovery makes it good.
+        logger.warning("run=%s can't be interrupted yet: %s", live, error)
+        return None
+
+
+def _refuse_busy(live: str, when_busy: str) -> ConversationBusy:
+    if when_busy == "reject":
+        cure = "wait for its end, send it a message, or say when_busy: enqueue or interrupt"
+    else:
+        cure = "and too many wait behind it; wait until some have ended"
+    return ConversationBusy(f"the conversation has a live run, {live}; {cure}", run_id=live)
+
+
+def _check_place(after: object, conversation: object, when_busy: object) -> None:
+    """What a run goes on from, and where."""
+    if after is not None:
+        if conversation is not None:
+            raise InvalidInput(
+                "give after or conversation: a conversation goes on from its own last run"
+            )
+        if not isinstance(after, str):
+            raise InvalidInput("after is the id of a run that has ended")
+        keys.check_run_id(after)
+    if conversation is not None:
+        check_text("conversation", conversation, MAX_CONVERSATION_CHARS)
+    if when_busy not in WHEN_BUSY:
+        raise InvalidInput(f"when_busy is one of {', '.join(WHEN_BUSY)}")
 
 
 def accept_start(
@@ -109,18 +195,30 @@ def new_run_id(now: float | None = None, random_bits: int | None = None) -> str:
     return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
 
 
-def _check_goal(goal: object, most: int) -> None:
-    if not isinstance(goal, str) or not goal.strip():
-        raise InvalidInput("the goal is empty; say in words what the agent is to do")
-    if len(goal) > most:
+EMPTY = {
+    "goal": "say in words what the agent is to do",
+    "message": "say in words what the run is to know",
+    "conversation": "leave it out, or give the conversation a name",
+}
+"""What to do about a text that is empty."""
+
+TOO_LONG = {"conversation": "give it a shorter name"}
+LONG_MATERIAL = "put long material where a tool can read it, or raise CELERIAC_MAX_GOAL_CHARS"
+
+
+def check_text(name: str, text: object, most: int) -> None:
+    """Refuse what isn't a text to work with."""
+    if not isinstance(text, str) or not text.strip():
+        raise InvalidInput(f"the {name} is empty; {EMPTY[name]}")
+    if len(text) > most:
         raise InvalidInput(
-            f"the goal has {len(goal)} characters, at most {most} are accepted; put long material "
-            "where a tool can read it, or raise CELERIAC_MAX_GOAL_CHARS"
+            f"the {name} has {len(text)} characters, at most {most} are accepted; "
+            f"{TOO_LONG.get(name, LONG_MATERIAL)}"
         )
     try:
-        goal.encode()
+        text.encode()
     except UnicodeEncodeError:
-        raise InvalidInput("the goal holds half a surrogate pair, which isn't text") from None
+        raise InvalidInput(f"the {name} holds half a surrogate pair, which isn't text") from None
 
 
 def _limits_of(store: RunStore, agent: str, agents: Agents | None) -> Limits | None:

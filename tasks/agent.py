@@ -55,7 +55,7 @@ def add_tasks(app: Celery, loop: Loop) -> None:
             raise
         if accepted.created:
             store_started(app, loop.store, run_id)
-            if not cancel_if_revoked(loop.store, run_id):
+            if not cancel_if_revoked(loop.store, run_id) and accepted.begins:
                 publish(app, loop.store, NextStep(run_id, 0))
 
     @app.task(name=STEP, shared=False, Request=Step)

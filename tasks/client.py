@@ -6,7 +6,7 @@ import copy
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from celery import Celery
@@ -15,6 +15,7 @@ from pydantic import JsonValue
 
 from runner.agents import Agents
 from runner.errors import (
+    ConversationBusy,
     InvalidInput,
     PermissionDenied,
     RedisUnavailable,
@@ -23,7 +24,7 @@ from runner.errors import (
     RunNotFound,
 )
 from runner.keys import check_run_id
-from runner.loop import NextStep, answer_question, approve_call, cancel_run, deny_call
+from runner.loop import Finish, NextStep, answer_question, approve_call, cancel_run, deny_call
 from runner.models import (
     Approval,
     Event,
@@ -35,12 +36,13 @@ from runner.models import (
     StopReason,
 )
 from runner.reader import scrub
-from runner.record import RunInfo
-from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
+from runner.record import RunInfo, digest
+from runner.render import clean
+from runner.settings import LONGEST, STEPS_QUEUE, TOOLS_QUEUE, Settings
 from runner.store import Outcome, RunStore, no_such_run
-from tasks.accept import accept_goal, check_principal
+from tasks.accept import accept_goal, check_principal, check_text
 from tasks.config import publishing_config
-from tasks.deliver import close_backend, store_started
+from tasks.deliver import close_backend, forget, store_started
 from tasks.hints import PING, publish
 
 LOOK_EVERY = 2.0
@@ -118,12 +120,22 @@ class Client:
         principal: Principal | Mapping[str, Any] | None = None,
         metadata: Mapping[str, JsonValue] | None = None,
         on_finish: OnFinish | Mapping[str, str] | str | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        after: str | None = None,
+        conversation: str | None = None,
+        when_busy: str = "reject",
     ) -> Run:
         """Accept a goal and return at once. From then on the run will end, whatever else fails.
 
         `on_finish` names a Celery task (on the queue `celery` unless an `OnFinish` says another)
         that is called with `result`, the `FinalResult` as a dict, once the run has ended: at least
         once, each time under a task id that begins with `<run>.finished`.
+
+        What was said before the goal: `messages` are chat-completions dicts of user, assistant and
+        tool, and `after` is the id of an ended run of the same tenant, whose history the new one
+        goes on from. A `conversation` (a name within the tenant) does that by itself, and has one
+        live run: a second submit is `ConversationBusy`, or waits for its turn
+        (`when_busy="enqueue"`), or ends the live one and takes over (`"interrupt"`).
 
         The same `idempotency_key` (within a tenant) gives the same run. Raises `InvalidInput`
         (`PermissionDenied` where the principal may not use the agent), `AgentError` or
@@ -138,9 +150,14 @@ class Client:
             metadata=metadata,
             idempotency_key=idempotency_key,
             on_finish=on_finish,
+            messages=messages,
+            after=after,
+            conversation=conversation,
+            when_busy=when_busy,
         )
         if accepted.created:
             store_started(self._app, self.store, accepted.run_id)
+        if accepted.begins:
             publish(self._app, self.store, NextStep(accepted.run_id, 0))
         return self._handle(accepted.run_id)
 
@@ -160,6 +177,66 @@ class Client:
         tenant = None if self.principal is None else self.principal.tenant
         runs = (RunInfo.of(record) for record in self.store.list_runs(limit, tenant=tenant))
         return [info for info in runs if wanted in (None, info.status)]
+
+    def delete(self, run_id: str, *, cancel: bool = False) -> bool:
+        """Remove a run and whatever points to it; False where there was none (any more).
+
+        A run that hasn't ended is refused (`InvalidInput`), or ended first with `cancel`. Runs that
+        went on from this one have its history in theirs, and keep it.
+        """
+        check_run_id(run_id)
+        if self.principal is not None:
+            try:
+                self.get(run_id)
+            except RunNotFound:
+                return False
+        if cancel:
+            self._end(run_id, "deleted")
+        outcome = self.store.delete_run(run_id)
+        if outcome is Outcome.BUSY:
+            raise InvalidInput(
+                f"run {run_id} hasn't ended; cancel it first, or delete it with cancel=True"
+            )
+        forget(self._app, run_id)
+        return outcome is Outcome.OK
+
+    def _end(self, run_id: str, reason: str) -> None:
+        ended = cancel_run(self.store, run_id, reason)
+        if ended.outcome is Outcome.OK:
+            publish(
+                self._app,
+                self.store,
+                Finish(run_id, StopReason.CANCELLED, following=ended.following),
+            )
+
+    def prune(
+        self,
+        *,
+        older_than: float = 0.0,
+        stop_reason: StopReason | str | None = None,
+        dry_run: bool = False,
+    ) -> tuple[str, ...]:
+        """Delete the runs that ended at least `older_than` seconds ago; answers their ids.
+
+        `stop_reason`: only those that ended so. `dry_run`: nothing is deleted. A run whose end is
+        still to be delivered to somebody is left, and so is another tenant's.
+        """
+        if not 0 <= older_than < LONGEST:
+            raise InvalidInput("older_than is a number of seconds, 0 or more")
+        if stop_reason is not None and stop_reason not in set(StopReason):
+            raise InvalidInput(f"stop_reason is one of {', '.join(StopReason)}")
+        wanted = None if stop_reason is None else StopReason(stop_reason)
+        tenant = None if self.principal is None else self.principal.tenant
+        found = tuple(self.store.ended_before(older_than, wanted, tenant=tenant))
+        if dry_run:
+            return found
+        return tuple(run_id for run_id in found if self._delete_ended(run_id))
+
+    def _delete_ended(self, run_id: str) -> bool:
+        if self.store.delete_run(run_id) is not Outcome.OK:
+            return False  # taken up again meanwhile, or deleted by somebody else
+        forget(self._app, run_id)
+        return True
 
     def ping(self, queue: str, *, timeout: float = 5.0) -> float | None:
         """Send a canary through a queue (`steps` or `tools`): the seconds that it took, or None.
@@ -278,6 +355,28 @@ class Run:
             raise RunFinished(
                 f"run {self.id} has already ended {ended.stop_reason}; nothing was changed"
             )
+        if ended.following is not None:
+            publish(self._app, self._store, NextStep(ended.following, 0))
+
+    def send(self, text: str, *, idempotency_key: str | None = None) -> None:
+        """Say something to a run that hasn't ended: its next step has it, behind whole blocks only.
+
+        A run that would end with an answer goes on instead, within its limits. The same
+        `idempotency_key` is one message, however often it is sent. Raises `RunFinished`.
+        """
+        check_text("message", text, self._store.settings.max_goal_chars)
+        operation = uuid.uuid4().hex if idempotency_key is None else digest(idempotency_key)
+        outcome = self._store.send_message(self.id, operation, clean(text))
+        if outcome is Outcome.BUSY:
+            raise InvalidInput(
+                f"run {self.id} has many messages that it hasn't read; wait until its next step"
+            )
+        if outcome not in (Outcome.OK, Outcome.DUPLICATE):
+            info = self.info()  # raises where there is no such run
+            raise RunFinished(
+                f"run {self.id} has already ended {info.stop_reason}; go on from it: "
+                f"submit(goal, agent={info.agent!r}, after={self.id!r})"
+            )
 
     def questions(self) -> dict[str, str]:
         """What the model asks the user and waits for: call id -> question."""
@@ -350,6 +449,11 @@ class Run:
         """
         record = self._store.read_run(self.id)
         outcome = self._store.resume_run(record, limits or self.limits())
+        if outcome is Outcome.BUSY:
+            raise ConversationBusy(
+                f"the conversation of run {self.id} has gone on without it; submit to the "
+                "conversation, which has its history"
+            )
         if outcome is Outcome.FENCED:
             raise RunFinished(
                 f"run {self.id} ended {record.stop_reason}, which can't be resumed; submit anew"

@@ -11,9 +11,9 @@ import logging
 from celery import Celery, states
 
 from runner import keys
-from runner.errors import CeleriacError
+from runner.errors import CeleriacError, RunNotFound
 from runner.models import FinalResult, StopReason
-from runner.store import RunStore
+from runner.store import Outcome, RunStore
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,10 @@ class RunFailed(CeleriacError):
 
 def deliver(app: Celery, store: RunStore, run_id: str) -> None:
     """Hand over the result of a finished run, and settle what it promised."""
-    record = store.read_run(run_id)
+    try:
+        record = store.read_run(run_id)
+    except RunNotFound:
+        return  # deleted, and what it promised with it
     result = store.result_of(record)
     if result is None:
         return
@@ -43,7 +46,16 @@ def deliver(app: Celery, store: RunStore, run_id: str) -> None:
             root_id=run_id,
             queue=on_finish.queue,
         )
-    store.settle_run(record)
+    if store.settle_run(record) is Outcome.STALE and not _is_there(store, run_id):
+        forget(app, run_id)  # deleted meanwhile: what was stored above is nobody's
+
+
+def _is_there(store: RunStore, run_id: str) -> bool:
+    try:
+        store.read_run(run_id)
+    except RunNotFound:
+        return False
+    return True
 
 
 def store_started(app: Celery, store: RunStore, run_id: str) -> None:
@@ -64,6 +76,12 @@ def store_ended(app: Celery, result: FinalResult) -> None:
             app.backend.mark_as_revoked(result.run_id, reason=_reason(result))
         case _:
             app.backend.store_result(result.run_id, RunFailed(_reason(result)), states.FAILURE)
+
+
+def forget(app: Celery, run_id: str) -> None:
+    """Remove what `AsyncResult(run_id)` knows of a run, where a result backend is set."""
+    if app.conf.result_backend:
+        app.backend.forget(run_id)
 
 
 def close_backend(app: Celery) -> None:

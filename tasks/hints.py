@@ -31,8 +31,11 @@ def publish(app: Celery, store: RunStore, next: Next) -> None:
             case CallTools(run_id, step, calls):
                 for index in calls:
                     _send(app, CALL_TOOL, TOOLS_QUEUE, run_id, (run_id, step, index))
-            case Finish(run_id, promised=True):
-                deliver(app, store, run_id)
+            case Finish(run_id, promised=promised, following=following):
+                if following is not None:
+                    _send(app, STEP, STEPS_QUEUE, following, (following, 0))
+                if promised:
+                    deliver(app, store, run_id)
             case _:
                 pass
     except (OperationalError, redis.RedisError, RedisUnavailable, OSError) as error:

@@ -29,7 +29,7 @@ ROWS = [
     {"clarify", "nudge", "model", "invariants", "approvals"},
     {"agents"},
     {"context", "answers", "decide", "calls", "budgets"},
-    {"guards"},
+    {"guards", "earlier"},
     {"ask", "window"},
     {"loop"},
     {"testing"},

@@ -399,7 +399,7 @@ def test_every_event_is_told_and_no_other() -> None:
     assert "model.delta" in strings_of(ROOT / "runner" / "ask.py")
     assert "'budget.warning'" in (ROOT / "runner" / "lua" / "prelude.lua").read_text()
     assert "gap" in strings_of(ROOT / "tasks" / "client.py")
-    assert len(written) == 17
+    assert len(written) == 18
     assert told(table(read("docs/reference.md"), "Events")) == written
 
 

@@ -7,7 +7,7 @@
 | 2   | bad input or configuration; nothing was changed |
 | 3   | Redis can't be reached, or what answers isn't Redis |
 | 4   | there is no such run |
-| 5   | too late: the run had ended (cancel, resume), or the call was decided (approve, deny) |
+| 5   | too late: the run had ended (cancel, send, resume) or the call was decided (approve, deny) |
 | 130 | interrupted |
 | 141 | whoever read the output went away |
 
@@ -40,6 +40,16 @@ DONE, ENDED_OTHERWISE, BAD_INPUT, NO_REDIS, NO_RUN, HAD_ENDED = range(6)
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
+REASONS = (
+    "COMPLETED",
+    "MAX_STEPS",
+    "TIMEOUT",
+    "CANCELLED",
+    "ERROR",
+    "BUDGET_EXHAUSTED",
+    "REPEATED_ERROR",
+    "PERMISSION_DENIED",
+)
 STATUSES = ("queued", "running", "waiting", "finished")
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -50,7 +60,7 @@ exit codes:
   2    bad input or configuration; nothing was changed
   3    Redis can't be reached, or what answers isn't Redis
   4    no such run
-  5    the run had already ended (cancel, resume), or the call was decided (approve, deny)
+  5    the run had already ended (cancel, send, resume) or the call was decided (approve, deny)
   130  interrupted
   141  whoever read the output went away
 
@@ -193,7 +203,14 @@ def submit(options: argparse.Namespace) -> int:
     settings = _settings()
     goal = _read_goal(options.goal)
     with _client(settings, _agents(settings)) as client:
-        run = client.submit(goal, agent=options.agent, idempotency_key=options.idempotency_key)
+        run = client.submit(
+            goal,
+            agent=options.agent,
+            idempotency_key=options.idempotency_key,
+            after=options.after,
+            conversation=options.conversation,
+            when_busy=options.when_busy,
+        )
         if not options.wait:
             if options.json:
                 _say_json({"run_id": run.id})
@@ -312,6 +329,49 @@ def _decided(options: argparse.Namespace, *, approved: bool) -> int:
         _say_json({"run_id": options.run, "call": options.call, "approved": approved})
     else:
         _say(f"{'approved' if approved else 'denied'} {options.call} of {options.run}")
+    return DONE
+
+
+def send(options: argparse.Namespace) -> int:
+    with _client(_settings()) as client:
+        client.get(options.run).send(_read_goal(options.text))
+    if options.json:
+        _say_json({"run_id": options.run, "sent": True})
+    else:
+        _say(f"sent to {options.run}")
+    return DONE
+
+
+def delete(options: argparse.Namespace) -> int:
+    with _client(_settings()) as client:
+        deleted = client.delete(options.run, cancel=options.cancel)
+    if options.json:
+        _say_json({"run_id": options.run, "deleted": deleted})
+    else:
+        _say(f"deleted {options.run}" if deleted else f"no run {options.run}: nothing to delete")
+    return DONE
+
+
+def prune(options: argparse.Namespace) -> int:
+    from runner.errors import InvalidInput
+
+    if options.older_than is None and options.stop_reason is None:
+        raise InvalidInput(
+            "say which runs: --older-than SECONDS, --stop-reason REASON or both; --older-than 0 is "
+            "every run that has ended"
+        )
+    with _client(_settings()) as client:
+        found = client.prune(
+            older_than=options.older_than or 0.0,
+            stop_reason=options.stop_reason,
+            dry_run=options.dry_run,
+        )
+    if options.json:
+        _say_json({"runs": found, "deleted": not options.dry_run})
+        return DONE
+    for run_id in found:
+        _say(run_id)
+    print(f"{len(found)} runs {'would be ' * options.dry_run}deleted", file=sys.stderr)
     return DONE
 
 
@@ -557,6 +617,14 @@ def make_parser() -> argparse.ArgumentParser:
     one.add_argument("goal", metavar="GOAL", help="- is standard input")
     one.add_argument("--agent", required=True, metavar="NAME")
     one.add_argument("--idempotency-key", metavar="KEY", help="the same key gives the same run")
+    one.add_argument("--after", metavar="RUN", help="go on from the history of an ended run")
+    one.add_argument("--conversation", metavar="NAME", help="go on from its last run")
+    one.add_argument(
+        "--when-busy",
+        choices=("reject", "enqueue", "interrupt"),
+        default="reject",
+        help="where the conversation has a live run",
+    )
     one.add_argument("--wait", action="store_true", help="wait for the end, print the result")
     _add_json(one)
 
@@ -587,6 +655,10 @@ def make_parser() -> argparse.ArgumentParser:
     one.add_argument("reason", metavar="REASON", help="for the model to read")
     _add_json(one)
 
+    one = _add_run(add(send, "say something to a run that hasn't ended; its next step has it"))
+    one.add_argument("text", metavar="TEXT", help="- is standard input")
+    _add_json(one)
+
     one = _add_run(add(cancel, "end a run now"))
     one.add_argument("--reason", default="cancelled from the command line")
     _add_json(one)
@@ -597,6 +669,16 @@ def make_parser() -> argparse.ArgumentParser:
     _add_json(one)
 
     one = _add_run(add(check, "hold a run's record against the rules that every run keeps"))
+    _add_json(one)
+
+    one = _add_run(add(delete, "remove an ended run and whatever points to it"))
+    one.add_argument("--cancel", action="store_true", help="end it first where it hasn't ended")
+    _add_json(one)
+
+    one = add(prune, "delete runs that have ended, and print their ids")
+    one.add_argument("--older-than", type=_age, metavar="S", help="that ended so long ago")
+    one.add_argument("--stop-reason", type=str.upper, choices=REASONS, metavar="REASON")
+    one.add_argument("--dry-run", action="store_true", help="delete nothing")
     _add_json(one)
 
     one = _add_run(add(trace, "show what each step sent, got back, decided and found"))
@@ -633,6 +715,13 @@ def _seconds(text: str) -> float:
         if 0 < float(text) < LARGEST:
             return float(text)
     raise argparse.ArgumentTypeError(f"{text!r} isn't a number of seconds greater than 0")
+
+
+def _age(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) < LARGEST:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} isn't a number of seconds, 0 or more")
 
 
 def _positive(text: str) -> int:

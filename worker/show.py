@@ -76,8 +76,10 @@ def _describe_run_event(event: Event, style: Style) -> str:
             return f"step {event.step} started{_attempt(data)}"
         case "model.answered":
             return f"step {event.step} model answered: {_answered(data)}"
+        case "run.message":
+            return f"message of {data.get('chars')} chars, for the next step"
         case "run.waiting":
-            return f"step {event.step} waits {data.get('delay')} s: {data.get('reason')}"
+            return _waits(event)
         case "run.recovered":
             return f"step {event.step} recovered: its worker is gone"
         case "run.resumed":
@@ -89,6 +91,12 @@ def _describe_run_event(event: Event, style: Style) -> str:
         case "gap":
             return "gap: older events are no longer kept"
     return _describe_other(event)
+
+
+def _waits(event: Event) -> str:
+    if event.step is None:
+        return "run waits for the one before it in its conversation"
+    return f"step {event.step} waits {event.data.get('delay')} s: {event.data.get('reason')}"
 
 
 def _describe_call_event(event: Event, style: Style) -> str:
@@ -185,6 +193,10 @@ def describe_run(info: RunInfo, result: FinalResult | None, style: Style = PLAIN
     ]
     if info.ended is not None:
         lines.append(f"ended:     {_time(info.ended)}, after {info.ended - info.created:.2f} s")
+    if info.after is not None:
+        lines.append(f"after:     {info.after}")
+    if info.conversation is not None:
+        lines.append(f"talk:      {_one_line(info.conversation)}")
     if info.metadata:
         lines.append(f"metadata:  {_one_line(dump(info.metadata))}")
     if result is None:

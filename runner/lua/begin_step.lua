@@ -4,6 +4,8 @@
 -- KEYS[3] seen STRING
 -- KEYS[4] suspect STRING
 -- KEYS[5] due ZSET
+-- KEYS[6] messages LIST
+-- KEYS[7] inbox LIST
 -- ARGV[1] step number
 -- ARGV[2] lease in ms
 -- ARGV[3] max_deaths of attempts in one step
@@ -74,6 +76,7 @@ if hints == 1 and hinted > tonumber(redis.call('GET', KEYS[3]) or 0) then
   -- A queue is first in, first out: any hint older than this one and still unseen is lost.
   redis.call('SET', KEYS[3], int(hinted))
 end
+take_inbox(KEYS[7], KEYS[6])
 redis.call('HINCRBY', KEYS[1], 'epoch', 1)
 redis.call('HSET', KEYS[1], 'status', 'running', 'attempt', ARGV[5], 'hints', 1,
   'lease', int(now + tonumber(ARGV[2])))

@@ -1,5 +1,7 @@
 -- end_run: the one way a run ends, by the holder of its step or from outside (a cancel, a limit).
--- Closes an open block, so that the history stays whole; every key of the run gets its TTL.
+-- Closes an open block, so that the history stays whole; every key of the run gets its TTL. An answer
+-- that comes while a message of the user's waits is a turn and no end: the next step is opened. The run
+-- that waits behind this one in its conversation begins.
 -- KEYS[1] run HASH
 -- KEYS[2] messages LIST
 -- KEYS[3] calls HASH
@@ -11,6 +13,8 @@
 -- KEYS[9] runs ZSET
 -- KEYS[10] view STRING
 -- KEYS[11] whole HASH
+-- KEYS[12] inbox LIST
+-- KEYS[13] sent SET
 -- ARGV[1] id of the run
 -- ARGV[2] epoch of the run as whoever ends it saw it, or empty: a cancel ends it whatever has happened
 -- ARGV[3] stop_reason to write
@@ -33,14 +37,18 @@
 -- ARGV[20] channel for the nudge
 -- ARGV[21] grace in ms, for the holder to deliver what the end was promised to
 -- ARGV[22] held 1 by the holder of the step, 0 from outside
--- Returns OK | ALREADY | STALE | FENCED, with the stop reason that stands, and 1 where its end was promised to somebody
-local status, phase, step, epoch, stop = unpack(
-  redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'epoch', 'stop_reason'))
+-- Returns OK | STEP | ALREADY | STALE | FENCED, with the stop reason that stands, 1 where its end was promised to somebody, and the run that begins now; or (STEP) with the step that was opened
+local status, phase, step, epoch, stop, gone_on = unpack(
+  redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'epoch', 'stop_reason', 'gone_on'))
 if not status then
   return {'STALE'}
 end
 if status == 'finished' then
   return {'ALREADY', stop}
+end
+if ARGV[3] == 'COMPLETED' and ARGV[2] ~= '' and gone_on == ARGV[2] then
+  -- The same answer again, which was no end: the reply was lost on its way.
+  return {'STEP', step}
 end
 local held = ARGV[22] == '1'
 if ARGV[2] ~= '' and epoch ~= ARGV[2] or held and phase ~= 'model' then
@@ -69,6 +77,17 @@ if tonumber(ARGV[11]) > 0 then
   add_event(KEYS[6], ARGV[10], 'model.answered', step, '', '{"calls":0}')
 end
 add_usage(KEYS[1], ARGV[11], ARGV[12], ARGV[13], ARGV[14], ARGV[15], ARGV[16])
+if ARGV[3] == 'COMPLETED' and ARGV[2] ~= '' and redis.call('LLEN', KEYS[12]) > 0 then
+  -- A new epoch: whoever gave this answer has no say in what follows.
+  redis.call('HINCRBY', KEYS[1], 'epoch', 1)
+  redis.call('HINCRBY', KEYS[1], 'tool_answers', held and 0 or 1)
+  redis.call('HDEL', KEYS[1], 'final', 'attempt')
+  redis.call('HSET', KEYS[1], 'status', 'queued', 'gone_on', ARGV[2], 'lease', 0, 'not_before', 0,
+    'deaths', 0, 'releases', 0, 'model_attempts', 0, 'hinted', int(now), 'hints', 1)
+  redis.call('ZADD', KEYS[8], int(now + tonumber(ARGV[21])), ARGV[1])
+  return {'STEP', redis.call('HGET', KEYS[1], 'step')}
+end
+take_inbox(KEYS[12], KEYS[2])
 redis.call('HSET', KEYS[1], 'status', 'finished', 'phase', 'ended', 'stop_reason', ARGV[3],
   'answer', ARGV[4], 'error', ARGV[5], 'limit', ARGV[6], 'ended', int(now), 'lease', 0)
 local promised = redis.call('HGET', KEYS[1], 'promised') == '1'
@@ -84,9 +103,22 @@ for i = 1, 7 do
 end
 redis.call('PEXPIRE', KEYS[10], ARGV[9])
 redis.call('PEXPIRE', KEYS[11], ARGV[9])
+redis.call('PEXPIRE', KEYS[13], ARGV[9])
 -- The key outlives the run: a request that is repeated late still finds what became of it.
 keep_key(KEYS[1], ARGV[1], 2 * ARGV[9])
 if not held then
   redis.call('PUBLISH', ARGV[20], ARGV[1])
 end
-return {'OK', ARGV[3], promised and '1' or nil}
+local conversation = redis.call('HGET', KEYS[1], 'conversation_key')
+local following
+if conversation then
+  following = hand_on(conversation, KEYS[1], KEYS[2], ARGV[1], KEYS[8], ARGV[21])
+  if following then
+    redis.call('HSET', key_of(KEYS[1], ARGV[1], following, KEYS[1]), 'status', 'queued')
+  elseif redis.call('LINDEX', conversation, 0) == ARGV[1] then
+    redis.call('PEXPIRE', conversation, ARGV[9])
+  else
+    redis.call('LREM', conversation, 0, ARGV[1])  -- it never had its turn
+  end
+end
+return {'OK', ARGV[3], promised and '1' or '', following or ''}

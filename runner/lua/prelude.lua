@@ -82,3 +82,58 @@ local function append_results(messages, calls, evidence, count, closer)
     redis.call('RPUSH', messages, '{"role":"user","content":[' .. table.concat(parts, ',') .. ']}')
   end
 end
+
+-- Appends one list to another, in pieces: `unpack` fails on thousands of elements.
+local function append_list(from, to)
+  for first = 0, redis.call('LLEN', from) - 1, 1000 do
+    redis.call('RPUSH', to, unpack(redis.call('LRANGE', from, first, first + 999)))
+  end
+end
+
+-- Moves what a user has sent meanwhile into the history. Only where no block is open.
+local function take_inbox(inbox, messages)
+  append_list(inbox, messages)
+  redis.call('DEL', inbox)
+end
+
+-- The same key of another run: `run` is the key of the run `id`, and `key` one that belongs to it.
+local function key_of(run, id, other, key)
+  return string.sub(run, 1, #run - #id) .. other .. string.sub(key, #run + 1)
+end
+
+local function is_live(run)
+  local status = redis.call('HGET', run, 'status')
+  return status and status ~= 'finished'
+end
+
+-- Puts the history of `previous` in front of what a run was given. Its goal stays the last of these.
+local function follow_history(run, messages, previous, previous_messages)
+  local given = redis.call('LRANGE', messages, 0, -1)
+  redis.call('DEL', messages)
+  append_list(previous_messages, messages)
+  for _, message in ipairs(given) do
+    redis.call('RPUSH', messages, message)
+  end
+  redis.call('HSET', run, 'after', previous, 'goal', redis.call('LLEN', messages) - 1)
+end
+
+-- Lets the next run of a conversation begin, now that `id` has ended; answers its id, or nil. Its time
+-- counts from here. Whoever calls this queues the run that it answers.
+local function hand_on(conversation, run, messages, id, due, grace)
+  while redis.call('LINDEX', conversation, 0) == id do
+    local following = redis.call('LINDEX', conversation, 1)
+    if not following then
+      return nil
+    end
+    local following_run = key_of(run, id, following, run)
+    if is_live(following_run) then
+      redis.call('LPOP', conversation)
+      follow_history(following_run, key_of(run, id, following, messages), id, messages)
+      redis.call('HSET', following_run, 'phase', 'model', 'hinted', int(now), 'hints', 1, 'begins', int(now),
+        'deadline', int(now + numbers(following_run, 'timeout')))
+      redis.call('ZADD', due, int(now + grace), following)
+      return following
+    end
+    redis.call('LREM', conversation, 1, following)
+  end
+end

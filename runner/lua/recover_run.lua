@@ -9,12 +9,22 @@
 -- KEYS[6] steps_queue LIST, where the broker is this Redis
 -- KEYS[7] tools_queue LIST, likewise
 -- KEYS[8] runs ZSET
+-- KEYS[9] messages LIST
 -- ARGV[1] id of the run
 -- ARGV[2] grace in ms
 -- ARGV[3] max_wait in ms between two looks
 -- ARGV[4] steps_waiting in a queue that is elsewhere, or empty
 -- ARGV[5] tools_waiting likewise
--- Returns STALE | DELIVER | EXPIRED | UNDECIDED | STEP | CALLS | WAIT, with the step and the indexes of its calls, or (EXPIRED) now and the record
+-- Returns STALE | DELIVER | EXPIRED | UNDECIDED | STEP | CALLS | WAIT | BUSY, with the step and the indexes of its calls, or (EXPIRED) now and the record, or (BUSY) the run that it is to interrupt
+local function is_in(list, value)
+  for _, each in ipairs(redis.call('LRANGE', list, 0, -1)) do
+    if each == value then
+      return true
+    end
+  end
+  return false
+end
+
 local status, phase, step, count = unpack(
   redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'calls'))
 local grace, max_wait = tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -29,6 +39,33 @@ if not status or status == 'finished' then
     redis.call('ZREM', KEYS[8], ARGV[1])
   end
   return {'STALE'}
+end
+if phase == 'parked' then
+  -- It waits for its turn in a conversation, which the end of the run in front gives it.
+  local conversation, interrupts = unpack(
+    redis.call('HMGET', KEYS[1], 'conversation_key', 'interrupts'))
+  local first = redis.call('LINDEX', conversation, 0)
+  local first_run = first and key_of(KEYS[1], ARGV[1], first, KEYS[1])
+  if first and first ~= ARGV[1] and is_live(first_run) then
+    if not is_in(conversation, ARGV[1]) then
+      redis.call('RPUSH', conversation, ARGV[1])
+    end
+    local busy = interrupts == first
+    redis.call('ZADD', KEYS[3], int(now + (busy and grace or max_wait)), ARGV[1])
+    return busy and {'BUSY', first} or {'WAIT', step}
+  end
+  -- It lost its place, or nobody is in front any more: it begins, with the history that is left.
+  redis.call('LREM', conversation, 0, ARGV[1])
+  if first and first ~= ARGV[1] then
+    redis.call('LPOP', conversation)
+    follow_history(KEYS[1], KEYS[9], first, key_of(KEYS[1], ARGV[1], first, KEYS[9]))
+  end
+  redis.call('LPUSH', conversation, ARGV[1])
+  redis.call('PERSIST', conversation)
+  redis.call('HSET', KEYS[1], 'status', 'queued', 'phase', 'model', 'hinted', int(now), 'hints', 1,
+    'begins', int(now), 'deadline', int(now + numbers(KEYS[1], 'timeout')))
+  redis.call('ZADD', KEYS[3], int(now + grace), ARGV[1])
+  return {'STEP', step}
 end
 local deadline = numbers(KEYS[1], 'deadline')
 if now >= deadline then

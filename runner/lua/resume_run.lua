@@ -9,6 +9,7 @@
 -- KEYS[7] runs ZSET
 -- KEYS[8] view STRING
 -- KEYS[9] whole HASH
+-- KEYS[10] sent SET
 -- ARGV[1] id of the run
 -- ARGV[2] resumed how often before, so that the same request sent twice resumes once
 -- ARGV[3] timeout in ms, from now to the deadline
@@ -16,7 +17,7 @@
 -- ARGV[5] max_events kept in the stream
 -- ARGV[6] retention in ms
 -- ARGV[7..] fields of the record with their values
--- Returns OK | ALREADY | STALE | FENCED
+-- Returns OK | ALREADY | STALE | FENCED | BUSY
 local status, step, stop = unpack(redis.call('HMGET', KEYS[1], 'status', 'step', 'stop_reason'))
 if not status then
   return {'STALE'}
@@ -28,11 +29,21 @@ local resumable = {MAX_STEPS = true, TIMEOUT = true, BUDGET_EXHAUSTED = true, ER
 if not resumable[stop] or numbers(KEYS[1], 'resumed') ~= tonumber(ARGV[2]) then
   return {'FENCED'}
 end
+local conversation = redis.call('HGET', KEYS[1], 'conversation_key')
+if conversation then
+  local first = redis.call('LINDEX', conversation, 0)
+  if first and first ~= ARGV[1] then
+    return {'BUSY'}  -- the conversation has gone on without it
+  end
+  redis.call('DEL', conversation)
+  redis.call('RPUSH', conversation, ARGV[1])
+end
 for i = 1, 5 do
   redis.call('PERSIST', KEYS[i])
 end
 redis.call('PERSIST', KEYS[8])
 redis.call('PERSIST', KEYS[9])
+redis.call('PERSIST', KEYS[10])
 -- A new epoch: whoever held the run before it ended has no say in what follows.
 redis.call('HINCRBY', KEYS[1], 'epoch', 1)
 redis.call('HINCRBY', KEYS[1], 'resumed', 1)

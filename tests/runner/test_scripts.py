@@ -220,8 +220,10 @@ def walk() -> dict[str, list[Sent]]:
         lambda: store.end_run(run, StopReason.CANCELLED, closer="closed", limit="timeout")
     )
     assert store.recover_run(run) == Lost(Outcome.STALE)
+    walked["send_message"] = sent_by(lambda: store.send_message(run, "op", "hello"))
     walked["settle_run"] = sent_by(lambda: store.settle_run(store.read_run(run)))
     walked["resume_run"] = sent_by(lambda: store.resume_run(store.read_run(run), Limits()))
+    walked["delete_run"] = sent_by(lambda: store.delete_run(run))
     return walked
 
 

@@ -150,6 +150,16 @@ def slow_until_second(ctx: Context) -> str:
     return "second"
 
 
+@tool(timeout=30, idempotent=True)
+def wait_until_told(ctx: Context, n: int) -> int:
+    """Return once the ledger says so."""
+    note(f"{ctx.trace_id} enter wait_until_told")
+    path = Path(os.environ["CELERIAC_TEST_LEDGER"])
+    while f"told {ctx.run_id}\n" not in path.read_text(encoding="utf-8"):
+        time.sleep(0.02)
+    return n
+
+
 @tool(idempotent=True)
 def whoami(ctx: Context) -> dict[str, str]:
     """Tell what the context says."""
@@ -242,4 +252,5 @@ curious = Agent(name="curious", tools=TOOLS, clarify=True)
 guarded = Agent(name="guarded", tools=[ping, guarded_charge, urgent, close_account])
 closed = Agent(name="closed", tools=TOOLS, requires={"admin"})
 hasty_guarded = Agent(name="hasty-guarded", tools=guarded.tools, limits=Limits(timeout=2))
+attentive = Agent(name="attentive", tools=[ping, wait_until_told])
 chatty = Agent(name="chatty", tools=TOOLS, stream=True)

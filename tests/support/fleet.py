@@ -127,6 +127,11 @@ class Fleet:
         path = self.folder / "ledger"
         return path.read_text().splitlines() if path.exists() else []
 
+    def tell(self, run_id: str) -> None:
+        """Let the run's calls of `wait_until_told` return."""
+        with (self.folder / "ledger").open("a") as ledger:
+            ledger.write(f"told {run_id}\n")
+
     def wait_for(self, condition: Callable[[], Any], timeout: float = 15) -> Any:
         """Wait until `condition` holds; fail with the workers' logs where it doesn't."""
         return wait_for(condition, timeout, explain=self.logs)

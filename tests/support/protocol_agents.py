@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field, SecretStr
 
 from runner import Agent, Context, Image, Limits, Retry, Tool, ToolError, tool
 from runner.model import OpenAIModel
-from support.agents import note
+from support.agents import note, wait_until_told
 
 T = TypeVar("T")
 
@@ -572,4 +572,5 @@ deepseek = Agent(
 )
 final_tool = Agent(name="final-tool", tools=[*TOOLS, final_answer])
 guarded = Agent(name="guarded", tools=[ping, guarded_charge])
+attentive = Agent(name="attentive", tools=[wait_until_told])
 streaming = Agent(name="streaming", tools=TOOLS, stream=True)
