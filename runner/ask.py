@@ -28,6 +28,7 @@ from runner.models import (
     Usage,
 )
 from runner.record import RunRecord
+from runner.replies import describe_error, describe_reply
 from runner.settings import Settings
 from runner.store import Outcome, RunStore
 
@@ -126,12 +127,14 @@ class Asker:
             reply = self._hold_step(record, model, request, asked, stream=stream)
         except ModelError as error:
             usage = (error.usage or Usage(requests=1, known=False)).priced(price)
-            exchange["error"] = {"type": error.type, "message": str(error), "status": error.status}
+            exchange["error"] = describe_error(error)
             exchange["response"] = error.raw
             raise
         else:
             usage = reply.usage.priced(price)
             exchange["response"] = reply.raw
+            if (described_reply := describe_reply(reply)) is not None:
+                exchange["reply"] = described_reply
             return reply
         finally:
             exchange["duration_ms"] = int((time.monotonic() - started) * 1000)

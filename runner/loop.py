@@ -355,16 +355,11 @@ class Loop:
         asked.answer, problem = read_answer(agent, reply.text)
         if problem is not None or not (agent.validators or agent.evidence_required):
             return problem
-        results = [
-            ToolResult.model_validate(entry["result"])
-            for entry in self.store.read_trace(record.run_id)
-            if entry["kind"] == "result"
-        ]
         draft = Draft(
             goal=str(history[0]["content"]),
             text=reply.text,
             answer=asked.answer,
-            results=results,
+            results=_results_in(self.store.read_trace(record.run_id)),
             evidence=self.store.read_evidence(record.run_id),
             principal=record.principal,
             metadata=record.metadata,
@@ -463,15 +458,15 @@ class Loop:
         self, record: RunRecord, agent: Agent, error: ModelError, asked: Asked
     ) -> Next:
         """A failed model attempt: park the run for the next one, or end it."""
-        delay = None
-        if not error.bad_response:
-            delay = retry_delay(agent.model_retry, record.model_attempts + 1, error)
+        delay = self._retry_delay(agent, record, error)
         event: dict[str, Any] = {"reason": error.type, "status": error.status}
         switch = delay is None and _is_out(error) and record.model + 1 < len(agent.models)
         if switch:
             delay = 0.0
             event["model"] = self._model_name(agent.models[record.model + 1])
         if delay is None or delay >= record.remaining:
+            if delay is not None:
+                asked.exchanges[-1]["out_of_time"] = True
             return self._fail(record, error.type, str(error), asked)
         outcome = self._insist(
             self.store.park_step,
@@ -484,6 +479,12 @@ class Loop:
             warning=warn_of_budgets(agent, record, _limits(record), asked.usage, [], 0),
         )
         return Wait(record.run_id) if outcome is Outcome.OK else self._let_go(record, outcome)
+
+    def _retry_delay(self, agent: Agent, record: RunRecord, error: ModelError) -> float | None:
+        """Seconds until the same model is asked again; None where it isn't."""
+        if error.bad_response:
+            return None
+        return retry_delay(agent.model_retry, record.model_attempts + 1, error)
 
     # --- one call ---------------------------------------------------------------------------------
 
@@ -693,14 +694,17 @@ class Loop:
         decisions: list[dict[str, Any]] | None = None,
     ) -> dict[str, Any]:
         hidden = self._hidden(agent)
+        exchanges = [_hide(exchange, hidden) for exchange in asked.exchanges]
         entry: dict[str, Any] = {
             "kind": "model",
             "step": record.step,
             "epoch": record.epoch,
             "at": record.now,
-            "exchanges": [_hide(exchange, hidden) for exchange in asked.exchanges],
+            "exchanges": exchanges,
             "decisions": redact(decisions or [], hidden),
         }
+        if exchanges != asked.exchanges or entry["decisions"] != (decisions or []):
+            entry["hidden"] = sorted(hidden)
         if agent is not None and record.fingerprint != agent.fingerprint:
             entry["agent"] = describe_agent(agent)
         return entry
@@ -725,9 +729,22 @@ def _hide(exchange: dict[str, Any], hidden: frozenset[str]) -> dict[str, Any]:
     request = exchange["request"]
     request = request | {"corrections": redact(request["corrections"], hidden)}
     shown = exchange | {"request": request}
-    if "response" in exchange:
-        shown["response"] = redact(exchange["response"], hidden)
+    for key in ("response", "reply"):
+        if key in exchange:
+            shown[key] = redact(exchange[key], hidden)
     return shown
+
+
+def _results_in(trace: list[dict[str, Any]]) -> list[ToolResult]:
+    """The results of all calls, as the trace keeps them; those that a fork has kept come first."""
+    found: list[Any] = []
+    for entry in trace:
+        match entry["kind"]:
+            case "forked":
+                found += entry["results"]
+            case "result":
+                found.append(entry["result"])
+    return [ToolResult.model_validate(each) for each in found]
 
 
 def _is_out(error: ModelError) -> bool:

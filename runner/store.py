@@ -54,7 +54,7 @@ from runner.record import (
     result_trace,
     usage_args,
 )
-from runner.redact import redact
+from runner.redact import redact_entry
 from runner.scripts import load_script, script_names
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
 
@@ -362,9 +362,59 @@ class RunStore:
                 ms(self.settings.hint_grace),
                 self.settings.max_events,
                 ms(self.settings.retention),
+                dump(_resumption(record, limits)),
                 *flat(limit_fields(raised)),
                 "promised",
                 int(record.on_finish is not None or bool(self.settings.result_backend)),
+            ],
+        )
+
+    def fork_run(
+        self,
+        *,
+        run_id: str,
+        agent: str,
+        step: int,
+        messages: Sequence[dict[str, Any]],
+        evidence: Sequence[Evidence],
+        trace: dict[str, Any],
+        limits: Limits,
+        principal: Principal | None,
+        metadata: Mapping[str, JsonValue],
+    ) -> Outcome:
+        """Write the record of a run that begins at `step`; `trace` says where it comes from."""
+        record: dict[str, str | int] = {
+            "schema": SCHEMA_VERSION,
+            "agent": agent,
+            "tenant": principal.tenant if principal else "",
+            "principal": principal.model_dump_json() if principal else "",
+            "metadata": dump(dict(metadata)),
+            "promised": int(bool(self.settings.result_backend)),
+            **limit_fields(limits),
+        }
+        return self._word(
+            "fork_run",
+            [
+                keys.run(run_id),
+                keys.messages(run_id),
+                keys.evidence(run_id),
+                keys.events(run_id),
+                keys.trace(run_id),
+                keys.DUE,
+                keys.RUNS,
+            ],
+            [
+                run_id,
+                step,
+                ms(limits.timeout),
+                ms(self.settings.hint_grace),
+                self.settings.max_events,
+                dump({"agent": agent}),
+                dump(trace),
+                EVIDENCE.dump_json(tuple(evidence)).decode() if evidence else "",
+                len(messages),
+                *map(dump, messages),
+                *flat(record),
             ],
         )
 
@@ -446,7 +496,7 @@ class RunStore:
                 call.starts,
                 result.model_dump_json() if result else "",
                 dump(result.content) if result else "",
-                dump(redact(result_trace(record.step, result), hidden)) if result else "",
+                dump(redact_entry(result_trace(record.step, result), hidden)) if result else "",
                 call.decision.name,
                 "run" if call.question is None else "asked",
             ]
@@ -581,7 +631,7 @@ class RunStore:
                 call.epoch,
                 ms(delay),
                 self.settings.max_events,
-                dump(redact(result_trace(step, result) | {"kind": "retried_result"}, hidden)),
+                dump(redact_entry(result_trace(step, result) | {"kind": "retried_result"}, hidden)),
                 dump(call_summary(result) | {"delay": delay}),
                 passes,
             ],
@@ -626,7 +676,7 @@ class RunStore:
                 dump(result.content),
                 EVIDENCE.dump_json(result.evidence).decode() if result.evidence else "",
                 fatal.model_dump_json() if fatal else "",
-                dump(redact(result_trace(step, result), hidden)),
+                dump(redact_entry(_recorded(step, result, fatal, parts), hidden)),
                 dump(call_summary(result)),
                 self._attempt_id(),
                 "" if result.ok else result.name,
@@ -915,6 +965,33 @@ def reporting_redis_errors() -> Iterator[None]:
         raise RedisUnavailable(
             "Redis takes no writes for now (its disk, its replicas or a long script); see its log"
         ) from error
+
+
+def _recorded(
+    step: int, result: ToolResult, fatal: RunError | None, parts: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """A result for the trace, with what else it did to the run. Images are in the history alone."""
+    entry = result_trace(step, result)
+    if fatal is not None:
+        entry["fatal"] = True
+    if images := [digest(dump(each)) for each in parts if each["type"] == "image_url"]:
+        entry["images"] = images
+    return entry
+
+
+def _resumption(record: RunRecord, limits: Limits) -> dict[str, Any]:
+    """For the trace: how the run had ended, and what counts from here; the record forgets both."""
+    return {
+        "kind": "resumed",
+        "step": record.step,
+        "limits": limits.model_dump(mode="json"),
+        "before": {
+            "limits": record.limits.model_dump(mode="json") if record.limits else None,
+            "stop_reason": record.stop_reason,
+            "error": record.error.model_dump(mode="json") if record.error else None,
+            "limit": record.limit,
+        },
+    }
 
 
 def _opening(call: OpenCall) -> dict[str, Any]:

@@ -25,13 +25,14 @@ ROWS = [
     {"models"},
     {"errors", "failpoints", "background", "interrupt", "scripts", "render", "images", "redact"},
     {"settings", "keys", "record", "schema", "reader", "profiles"},
-    {"tools", "store", "stream"},
-    {"clarify", "nudge", "model", "invariants"},
+    {"tools", "store", "stream", "replies"},
+    {"clarify", "nudge", "model", "invariants", "recording"},
     {"agents"},
-    {"context", "answers", "decide", "calls", "budgets"},
+    {"context", "answers", "decide", "calls", "budgets", "fork"},
     {"guards"},
     {"ask"},
     {"loop"},
+    {"replay"},
     {"testing"},
 ]
 """The modules of `runner/`: each imports only from rows above its own."""

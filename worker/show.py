@@ -224,6 +224,8 @@ def build_trace(
     steps: dict[int, dict[str, Any]] = {}
     committed: Mapping[str, Any] | None = None
     for entry in trace:
+        if entry["kind"] in ("forked", "resumed"):
+            continue  # says where the run comes from; no step of its own
         number = entry["step"]
         empty = {"step": number, "attempts": [], "decisions": [], "results": []}
         step = steps.setdefault(number, empty | {"retried_results": []})

@@ -41,7 +41,7 @@ end
 local open = status ~= 'finished' and step == ARGV[2] and phase == 'tools'
 if not open or redis.call('HEXISTS', KEYS[4], index) == 1 then
   -- Too late to count, but the truth about a side effect is worth keeping.
-  redis.call('RPUSHX', KEYS[7], ARGV[10])
+  redis.call('RPUSHX', KEYS[7], string.sub(ARGV[10], 1, -2) .. ',"late":true}')
   return {open and 'DUPLICATE' or 'STALE'}
 end
 if redis.call('HEXISTS', KEYS[3], field .. 'decision') == 0 then

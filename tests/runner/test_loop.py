@@ -45,6 +45,7 @@ from runner.models import (
 )
 from runner.store import Outcome, RunStore
 from runner.tools import Context
+from support.replays import check_replay
 
 pytestmark = pytest.mark.usefixtures("no_leaked_keys")
 
@@ -202,6 +203,8 @@ def start(store: RunStore) -> Iterator[Start]:
     for thread in threading.enumerate():
         if thread.name == "celeriac-nudges":
             thread.join(5)
+    for loop in loops[:1]:
+        check_replay(loop.store, RUN, loop.agents["a"])
 
 
 def script_of(loop: Loop) -> Script:
@@ -597,7 +600,8 @@ def test_an_error_that_does_not_pass_ends_the_run_by_its_type(
     assert ended.error is not None
     assert (ended.error.type, ended.steps, ended.usage.requests) == (type, 1, 1)
     [entry] = loop.store.read_trace(RUN)
-    assert entry["exchanges"][0]["error"] == {"type": type, "message": "no", "status": None}
+    error = entry["exchanges"][0]["error"]
+    assert (error["type"], error["message"], error["status"]) == (type, "no", None)
     check_trace(loop, script_of(loop).requests)
 
 
