@@ -24,7 +24,7 @@ from pydantic import JsonValue
 from runner import keys
 from runner.agents import Agent, Agents
 from runner.calls import CallRunner
-from runner.errors import CeleriacError, ModelError
+from runner.errors import CeleriacError, InvalidInput, ModelError
 from runner.images import Image
 from runner.loop import Loop, Next, Wait, answer_question, cancel_run
 from runner.models import (
@@ -55,8 +55,8 @@ Entry = Mapping[str, Any]
 FAR = 10 * 365 * 86_400_000
 """Milliseconds: no deadline passes during a replay. Where one did, the recording says so."""
 
-VOLATILE = {"epoch", "at", "agent", "duration_ms"}
-"""What differs each time that an entry is made; a changed agent is told on its own."""
+VOLATILE = {"epoch", "at", "duration_ms", "agent", "hidden"}
+"""What differs each time that an entry is made, or is told on its own."""
 
 PLAIN_FIELDS = ("kind", "type", "stop_reason", "limit", "name", "model")
 """Fields whose text is a word of ours or a name, so that it may be shown."""
@@ -126,6 +126,22 @@ class Replayed:
     def same(self) -> bool:
         """Whether nothing that can be compared came out otherwise."""
         return not self.differences
+
+    def as_dict(self, *, show: bool = False) -> dict[str, JsonValue]:
+        """The same for a script; with the values that differ where they are to be shown."""
+        told: list[JsonValue] = []
+        for each in self.differences:
+            values = {"recorded": each.recorded, "replayed": each.replayed} if show else {}
+            place = {"step": each.step, "call": each.call, "field": each.field}
+            told.append({**place, "text": each.describe(), **values})
+        return {
+            "run_id": self.run_id,
+            "same": self.same,
+            "changed_agent": self.changed,
+            "differences": told,
+            "hidden_steps": list(self.hidden),
+            "blind_from": self.blind_from,
+        }
 
 
 def replay(recording: Recording, agent: Agent) -> Replayed:
@@ -255,6 +271,7 @@ class _Player:
         self.loop = _ReplayLoop(self.store, self._stand_in(agent), self.answers)
 
     def play(self) -> None:
+        _check_readable(self.recording)
         try:
             self._create()
             for at, entry in enumerate(self.recording.trace):
@@ -406,7 +423,7 @@ class _Player:
         state = calls.get(f"{index}.state", "")
         if record.phase != "tools" or record.step != step or state not in ("asked", "queued"):
             raise self._another_way(entry, "state", "open", state or "closed")
-        result = ToolResult.model_validate(self._with_content(entry, given, index))
+        result = ToolResult.model_validate(self._as_it_was(entry, given, index))
         if state == "asked":
             answer_question(self.store, self.run_id, result.content, result.call_id)
             return
@@ -423,16 +440,17 @@ class _Player:
         if entry["kind"] == "retried_result":
             self.redis.hset(keys.calls(self.run_id), f"{index}.not_before", 0)
 
-    def _with_content(self, entry: Entry, given: Entry, index: int) -> dict[str, Any]:
-        """A result, with the content that the model was shown where the trace hides some of it."""
+    def _as_it_was(self, entry: Entry, given: Entry, index: int) -> dict[str, Any]:
+        """A result with what the model was shown and what it found, where the trace hides that."""
         if "hidden" not in entry or entry["kind"] != "result":
             return dict(given)
         at = int(self.redis.llen(keys.messages(self.run_id))) + index
-        messages = self.recording.messages
-        if at < len(messages) and messages[at]["role"] == "tool":
-            return {**given, "content": messages[at]["content"]}
-        self._go_blind(entry["step"])
-        return dict(given)
+        messages, evidence = self.recording.messages, self.recording.evidence
+        if self.recording.hidden or at >= len(messages) or messages[at]["role"] != "tool":
+            self._go_blind(entry["step"])
+            return dict(given)
+        found = [each for each in evidence if each.call_id == given["call_id"]]
+        return {**given, "content": messages[at]["content"], "evidence": found}
 
     def _images(self, entry: Entry, result: ToolResult) -> tuple[Image, ...]:
         """The images of a result: they follow its block, in the history alone."""
@@ -588,6 +606,18 @@ class _Player:
 
     def _go_blind(self, step: int) -> None:
         self.blind_from = step if self.blind_from is None else min(self.blind_from, step)
+
+
+def _check_readable(recording: Recording) -> None:
+    """Refuse a trace that hides fields of its own, because one of a tool's is called like them."""
+    for entry in recording.trace:
+        result = entry.get("result", {"call_id": "0.0"})
+        known = isinstance(entry.get("kind"), str) and isinstance(entry.get("step"), int)
+        if not known or not isinstance(result, dict) or result.get("call_id") in (None, HIDDEN):
+            raise InvalidInput(
+                f"the trace of run {recording.run_id} hides fields that it needs itself, so it "
+                "can't be replayed; give the fields that are to be hidden other names"
+            )
 
 
 def _has_no_effect(entry: Entry) -> bool:

@@ -53,7 +53,7 @@ def accept_goal(
     Raises `InvalidInput` or `AgentError`; then nothing was written.
     """
     _check_goal(goal, store.settings.max_goal_chars)
-    limits = _limits_of(store, _check_agent(agent), agents)
+    limits = limits_of(store, check_agent(agent), agents)
     outcome, known_id = store.create_run(
         run_id=keys.check_run_id(run_id) if run_id else new_run_id(),
         agent=agent,
@@ -119,7 +119,7 @@ def _check_goal(goal: object, most: int) -> None:
         raise InvalidInput("the goal holds half a surrogate pair, which isn't text") from None
 
 
-def _limits_of(store: RunStore, agent: str, agents: Agents | None) -> Limits | None:
+def limits_of(store: RunStore, agent: str, agents: Agents | None) -> Limits | None:
     """The agent's limits; None where no worker has told yet which agents there are."""
     if agents is not None:
         return agents[agent].limits
@@ -133,7 +133,7 @@ def _limits_of(store: RunStore, agent: str, agents: Agents | None) -> Limits | N
     return catalog.get(agent)
 
 
-def _check_agent(agent: object) -> str:
+def check_agent(agent: object) -> str:
     if not isinstance(agent, str):
         raise InvalidInput('agent is the name of an agent, such as "support", and not the agent')
     if not NAME.fullmatch(agent):

@@ -14,14 +14,16 @@ from pydantic import JsonValue
 
 from runner.agents import Agents
 from runner.errors import InvalidInput, RedisUnavailable, ResultTimeout, RunFinished, RunNotFound
+from runner.fork import fork_run
 from runner.keys import check_run_id
 from runner.loop import NextStep, answer_question, cancel_run
 from runner.models import Event, FinalResult, Limits, OnFinish, Principal, RunStatus, StopReason
 from runner.reader import scrub
 from runner.record import RunInfo
+from runner.recording import read_recording
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
 from runner.store import Outcome, RunStore
-from tasks.accept import accept_goal
+from tasks.accept import accept_goal, check_agent, limits_of, new_run_id
 from tasks.config import publishing_config
 from tasks.deliver import close_backend, store_started
 from tasks.hints import PING, publish
@@ -109,6 +111,24 @@ class Client:
         run = Run(self.store, check_run_id(run_id), self._app)
         run.info()
         return run
+
+    def fork(self, run_id: str, *, step: int, agent: str | None = None) -> Run:
+        """A new run that begins where `step` of this one began: what came before it is kept.
+
+        The agent is the same unless named. Its limits count from there: so many more steps, and a
+        deadline of its own. `metadata["forked_from"]` says where it comes from. Raises
+        `RunNotFound`, `AgentError`, or `InvalidInput` where the run has no such step.
+        """
+        recording = read_recording(self.store, check_run_id(run_id))
+        record = recording.run
+        name = record.agent if agent is None else check_agent(agent)
+        own = record.limits if name == record.agent else None
+        limits = limits_of(self.store, name, self._agents) or own or Limits()
+        new_id = new_run_id()
+        fork_run(self.store, recording, step=step, run_id=new_id, agent=name, limits=limits)
+        store_started(self._app, self.store, new_id)
+        publish(self._app, self.store, NextStep(new_id, step))
+        return Run(self.store, new_id, self._app)
 
     def list(self, status: RunStatus | str | None = None, *, limit: int = 100) -> list[RunInfo]:
         """Runs that haven't ended, then the last that have; at most `limit` are looked at."""

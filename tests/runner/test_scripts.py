@@ -9,7 +9,15 @@ from typing import Any
 import fakeredis
 import pytest
 
-from runner.models import Limits, StopReason, ToolDecision, ToolErrorInfo, ToolResult, Usage
+from runner.models import (
+    Evidence,
+    Limits,
+    StopReason,
+    ToolDecision,
+    ToolErrorInfo,
+    ToolResult,
+    Usage,
+)
 from runner.scripts import ScriptText, load_script, script_names
 from runner.settings import Settings
 from runner.store import BegunCall, BegunStep, Lost, OpenCall, Outcome, RunStore
@@ -175,6 +183,19 @@ def walk() -> dict[str, list[Sent]]:
     walked: dict[str, list[Sent]] = {}
     walked["create_run"] = sent_by(
         lambda: store.create_run(run_id=run, agent="a", messages=[{"role": "user"}, {"role": "x"}])
+    )
+    walked["fork_run"] = sent_by(
+        lambda: store.fork_run(
+            run_id="a-fork-of-it",
+            agent="a",
+            step=1,
+            messages=[{"role": "user"}, {"role": "x"}],
+            evidence=[Evidence(source="s")],
+            trace={},
+            limits=Limits(),
+            principal=None,
+            metadata={},
+        )
     )
     walked["adopt_limits"] = sent_by(lambda: store.adopt_limits(run, Limits()))
     record = begin_step().record

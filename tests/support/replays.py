@@ -50,5 +50,3 @@ def replay_all(
             else:
                 tally.replayed += 1
     return tally
-
-

@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from runner.agents import load_agents
+from runner.errors import RedisUnavailable
 from support.fleet import Fleet, fleet, url_of, valkey
 from support.model_server import ModelServer, Reply, final
+from support.replays import Tally, replay_all
 from tasks import Client, Run
 
 Script = Callable[[dict[str, Any]], Reply]
@@ -26,6 +29,8 @@ class Stage:
         self._lock = threading.Lock()
         self._scripts: dict[str, Script] = {}
         self._bodies: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        self.tampered: set[str] = set()
+        """Runs that a test has written into by hand, so that a replay may go another way."""
         self.model: ModelServer
         self.fleet: Fleet
         self.client: Client
@@ -83,9 +88,26 @@ def by_turn(replies: Sequence[Reply]) -> Script:
     return reply
 
 
+def replay_stage(stage: Stage) -> Tally:
+    """Replay every run that has ended here; each must come out the same."""
+    try:
+        stage.client.store.check()
+    except RedisUnavailable:
+        return Tally()  # the test has ended its server for good
+    modules = stage.fleet.environ["CELERIAC_AGENTS"].split(",")
+    tampered = frozenset(stage.tampered)
+    tally = replay_all(stage.client.store, load_agents(modules), tampered=tampered)
+    import time as _t, sys as _s
+    open("/tmp/replay-tally.txt","a").write(f"{tally}\n")
+    return tally
+
+
 @contextlib.contextmanager
 def open_stage(folder: Path, **environ: str) -> Iterator[Stage]:
-    """A stage with one steps worker and one tools worker; fails if a request was ever invalid."""
+    """A stage with one steps worker and one tools worker.
+
+    At its end it fails if a request was ever invalid, or a run comes out otherwise in a replay.
+    """
     stage = Stage()
     data = folder / "redis"
     data.mkdir(parents=True)
@@ -100,3 +122,4 @@ def open_stage(folder: Path, **environ: str) -> Iterator[Stage]:
         stage.fleet.wait_for(stage.client.store.read_agents)
         yield stage
         assert stage.model.violations == []
+        replay_stage(stage)
