@@ -17,7 +17,7 @@ from runner import keys
 from runner.errors import InvalidInput, RunNotFound
 from runner.models import Evidence, Frozen
 from runner.record import RunRecord, parse_record
-from runner.redact import redact
+from runner.redact import redact, redact_entry
 from runner.store import EVIDENCE, RunStore, reporting_redis_errors
 
 CONTENT_FIELDS = ("answer", "final", "error", "fatal", "metadata", "principal")
@@ -67,7 +67,7 @@ class Recording(Frozen):
             record=record,
             messages=redact(self.messages, names),
             evidence=tuple(map(Evidence.model_validate, evidence)),
-            trace=redact(self.trace, names),
+            trace=tuple(redact_entry(entry, names) for entry in self.trace),
             hidden=tuple(sorted(names)),
         )
 

@@ -1,10 +1,11 @@
-"""A replay gives the same history as the run that was recorded, or names the place where it doesn't."""
+"""A replay gives the same history as the recorded run, or names the place where it doesn't."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,12 +31,13 @@ from runner import (
 )
 from runner import keys as redis_keys
 from runner.loop import CallTools, Loop, NextStep, Wait, cancel_run
-from runner.models import Final, ProposedCall, RunErrorType, ToolCalls, Usage
+from runner.models import RunErrorType, ToolCalls, ToolResult
+from runner.reader import read_reply
 from runner.recording import Recording, load_recording, read_recording, save_recording
 from runner.redact import HIDDEN
 from runner.replay import Difference, Replayed
-from runner.store import RunStore
-from runner.testing import USAGE, ScriptedModel, calls, replay
+from runner.store import Outcome
+from runner.testing import ScriptedModel, calls, replay
 from support.loops import RUN, Loops, drive, open_loops
 
 SECRET = "sk-4711"
@@ -63,8 +65,6 @@ def pay(cents: int) -> str:
 def sleepy(ms: int) -> str:
     """Sleep."""
     ran.append("sleepy")
-    import time
-
     ends_at = time.monotonic() + ms / 1000
     while time.monotonic() < ends_at:
         time.sleep(0.005)
@@ -140,7 +140,7 @@ def check(loops: Loops, stop_reason: StopReason | None) -> None:
     assert (found.differences, found.hidden, found.changed) == ((), (), False)
 
 
-# --- each kind of run ------------------------------------------------------------------------------
+# --- each kind of run ---------------------------------------------------------------------------
 
 
 def test_a_run_with_calls_and_an_answer_comes_out_the_same(loops: Loops) -> None:
@@ -232,8 +232,6 @@ def test_calls_that_could_not_be_read_come_out_the_same(loops: Loops) -> None:
 
 def reads(body: dict[str, Any]) -> Any:
     """The reply that a server's body is read as."""
-    from runner.reader import read_reply
-
     return read_reply(json.dumps(body))
 
 
@@ -252,7 +250,7 @@ def test_a_fatal_result_with_others_before_the_end_comes_out_the_same(loops: Loo
     agent = agent_of(calls(("give_up", {}), ("echo", {"text": "a"}), ("echo", {"text": "b"})))
     loop = loops.start(agent)
     loop.advance(RUN, 0)
-    tell, end = loops.store.record_result, loops.store.end_run
+    end = loops.store.end_run
 
     def end_late(*args: Any, **options: Any) -> Any:
         loops.store.end_run = end  # type: ignore[method-assign]
@@ -261,7 +259,6 @@ def test_a_fatal_result_with_others_before_the_end_comes_out_the_same(loops: Loo
 
     loops.store.end_run = end_late  # type: ignore[method-assign]
     loop.call_tool(RUN, 0, 0)
-    assert tell is not None
     assert loops.contents()[1:2] == ["a"]
     check(loops, StopReason.ERROR)
 
@@ -287,9 +284,7 @@ def test_a_question_and_its_reply_come_out_the_same(loops: Loops) -> None:
 def test_a_fallback_model_and_what_it_cost_come_out_the_same(loops: Loops) -> None:
     out = ModelError("used up", type=RunErrorType.QUOTA_EXHAUSTED, status=429)
     second = Named("second", "Done.")
-    agent = agent_of(
-        model=Named("first", out), fallback_models=[second], prices={"second": PRICE}
-    )
+    agent = agent_of(model=Named("first", out), fallback_models=[second], prices={"second": PRICE})
     loop = go(loops, agent)
     loop.store.redis.hset(redis_keys.run(RUN), "not_before", 0)
     loop.advance(RUN, 0)
@@ -319,12 +314,34 @@ def test_a_cancel_with_calls_open_comes_out_the_same(loops: Loops) -> None:
 def test_a_result_that_came_after_the_end_changes_nothing(loops: Loops) -> None:
     loop = loops.start(agent_of(say("a", "b")))
     loop.advance(RUN, 0)
-    call = loops.store.begin_call(RUN, 0, 0)
     cancel_run(loops.store, RUN, "enough")
-    late = loop._calls.run(call, echo, __import__("threading").Event())  # type: ignore[arg-type]
-    loops.store.record_result(RUN, 0, 0, late.result)  # type: ignore[union-attr]
+    late = ToolResult(call_id="0.0", name="echo", ok=True, content="late")
+    assert loops.store.record_result(RUN, 0, 0, late)[0] is Outcome.STALE
     assert read_recording(loops.store, RUN).trace[-1]["late"] is True
     check(loops, StopReason.CANCELLED)
+
+
+def test_a_second_result_of_a_call_changes_nothing(loops: Loops) -> None:
+    loop = loops.start(agent_of(say("a", "b"), "Done."))
+    loop.advance(RUN, 0)
+    loop.call_tool(RUN, 0, 0)
+    late = ToolResult(call_id="0.0", name="echo", ok=True, content="late")
+    assert loops.store.record_result(RUN, 0, 0, late)[0] is Outcome.DUPLICATE
+    loop.call_tool(RUN, 0, 1)
+    loop.advance(RUN, 1)
+    check(loops, StopReason.COMPLETED)
+
+
+def test_a_call_that_a_worker_without_the_tool_passed_on_comes_out_the_same(loops: Loops) -> None:
+    agent = agent_of(say("a"), "Done.")
+    loop = loops.start(agent)
+    loop.advance(RUN, 0)
+    assert loops.open(replace(agent, tools=[pay])).call_tool(RUN, 0, 0) == Wait(RUN)
+    loops.agents[RUN] = agent
+    loops.store.redis.hset(redis_keys.calls(RUN), "0.not_before", 0)
+    loop.call_tool(RUN, 0, 0)
+    loop.advance(RUN, 1)
+    check(loops, StopReason.COMPLETED)
 
 
 def test_a_cancel_before_anything_was_asked_comes_out_the_same(loops: Loops) -> None:
@@ -370,7 +387,7 @@ def test_a_step_whose_attempts_died_comes_out_the_same(loops: Loops) -> None:
 
 def test_a_poisoned_step_comes_out_the_same(loops: Loops) -> None:
     loop = loops.start(agent_of(say("a"), "Done."))
-    drive(loop, loop.advance(RUN, 0)) if False else loop.advance(RUN, 0)
+    loop.advance(RUN, 0)
     loop.call_tool(RUN, 0, 0)
     for _ in range(3):
         loops.store.begin_step(RUN, 1)
@@ -380,9 +397,7 @@ def test_a_poisoned_step_comes_out_the_same(loops: Loops) -> None:
 
 
 @pytest.mark.parametrize(("name", "starts"), [("pay", 1), ("echo", 3)])
-def test_a_call_whose_holder_died_comes_out_the_same(
-    loops: Loops, name: str, starts: int
-) -> None:
+def test_a_call_whose_holder_died_comes_out_the_same(loops: Loops, name: str, starts: int) -> None:
     arguments = {"cents": 1} if name == "pay" else {"text": "a"}
     loop = loops.start(agent_of(calls((name, arguments)), "Done."))
     loop.advance(RUN, 0)
@@ -429,7 +444,7 @@ def test_a_reply_of_a_users_own_model_is_kept_and_one_of_a_servers_is_not(loops:
     check(loops, StopReason.COMPLETED)
 
 
-# --- what is hidden --------------------------------------------------------------------------------
+# --- what is hidden -----------------------------------------------------------------------------
 
 LOG_IN = calls(("log_in", {"token": SECRET, "user": "ann"}), ("echo", {"text": "a"}))
 
@@ -472,7 +487,7 @@ def test_a_saved_recording_without_secrets_is_the_same_after_it_was_read(
     assert replay(str(tmp_path / "run.json"), loops.agents[RUN]).same
 
 
-# --- damage ----------------------------------------------------------------------------------------
+# --- damage -------------------------------------------------------------------------------------
 
 Damage = Callable[[list[dict[str, Any]], list[dict[str, Any]], dict[str, str]], None]
 
@@ -568,7 +583,7 @@ def test_an_image_that_was_changed_is_found_out(loops: Loops) -> None:
     assert str(found.differences[0]).startswith("call 0.0, images")
 
 
-# --- an agent that has changed ---------------------------------------------------------------------
+# --- an agent that has changed ------------------------------------------------------------------
 
 
 def test_an_agent_with_other_instructions_is_said_and_makes_no_difference(loops: Loops) -> None:
@@ -596,7 +611,7 @@ def test_an_agent_that_checks_its_answers_differently_is_told_where(loops: Loops
     ]
 
 
-# --- how a difference is told ----------------------------------------------------------------------
+# --- how a difference is told -------------------------------------------------------------------
 
 
 def test_a_difference_tells_sizes_and_its_values_only_when_asked() -> None:
@@ -616,7 +631,7 @@ def test_words_of_our_own_and_numbers_are_told_at_once() -> None:
     assert str(Difference(2, None, "usage.total_tokens", 3, 4)).endswith("recorded 3, replayed 4")
 
 
-# --- what can't be replayed ------------------------------------------------------------------------
+# --- what can't be replayed ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"version": 2}', "[]"])
@@ -647,5 +662,3 @@ def test_without_its_extra_a_replay_says_what_to_install(
         patch.setitem(sys.modules, "lupa", None)
         with pytest.raises(CeleriacError, match=r"pip install 'celeriac\[testing\]'"):
             replay(recording, loops.agents[RUN])
-
-

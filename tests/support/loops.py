@@ -85,7 +85,7 @@ class Loops:
 
 
 def open_loops(store: RunStore) -> Iterator[Loops]:
-    """The body of a fixture: after the test all is closed, and the run gives the same in a replay."""
+    """The body of a fixture: after the test the runs give the same in a replay."""
     opened = Loops(store)
     yield opened
     opened.close()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.agents import load_agents
+from runner.agents import Agents, load_agents
 from runner.errors import RedisUnavailable
 from support.fleet import Fleet, fleet, url_of, valkey
 from support.model_server import ModelServer, Reply, final
@@ -94,12 +95,27 @@ def replay_stage(stage: Stage) -> Tally:
         stage.client.store.check()
     except RedisUnavailable:
         return Tally()  # the test has ended its server for good
-    modules = stage.fleet.environ["CELERIAC_AGENTS"].split(",")
     tampered = frozenset(stage.tampered)
-    tally = replay_all(stage.client.store, load_agents(modules), tampered=tampered)
-    import time as _t, sys as _s
-    open("/tmp/replay-tally.txt","a").write(f"{tally}\n")
+    tally = replay_all(stage.client.store, _agents_of(stage.fleet), tampered=tampered)
+    import os
+
+    with open("/tmp/replay-tally.txt", "a") as f:
+        f.write(f"{os.environ.get('PYTEST_CURRENT_TEST')} {tally}\n")
     return tally
+
+
+def _agents_of(fleet: Fleet) -> Agents:
+    """The agents of the workers; a module may stand in the folder that they were started from."""
+    modules = fleet.environ["CELERIAC_AGENTS"].split(",")
+    sys.path.insert(0, str(fleet.folder))
+    try:
+        return load_agents(modules)
+    finally:
+        sys.path.remove(str(fleet.folder))
+        for name in modules:
+            file = sys.modules[name].__file__ if name in sys.modules else None
+            if file is not None and Path(file).parent == fleet.folder:
+                del sys.modules[name]  # the next test has one of the same name
 
 
 @contextlib.contextmanager
