@@ -145,7 +145,11 @@ class Replayed:
 
 
 def replay(recording: Recording, agent: Agent) -> Replayed:
-    """Replay a run with this agent. Raises `CeleriacError` where `fakeredis` isn't installed."""
+    """Replay a run with this agent; the checks of its answers (`validators`) do run.
+
+    Raises `InvalidInput` where the trace can't be read, and `CeleriacError` where the extra
+    `testing` isn't installed.
+    """
     player = _Player(recording, agent)
     try:
         player.play()
@@ -271,23 +275,30 @@ class _Player:
         self.loop = _ReplayLoop(self.store, self._stand_in(agent), self.answers)
 
     def play(self) -> None:
-        _check_readable(self.recording)
         try:
-            self._create()
-            for at, entry in enumerate(self.recording.trace):
-                self._note_hidden(entry)
-                if self._made() <= at:
-                    self._make(entry)
-                self._compare_entry(entry, at)
-            self._end_as_recorded()
-            if self._made() > len(self.recording.trace):
-                extra = self._entry(len(self.recording.trace))
-                self._differ(*_place(extra), "kind", None, extra["kind"])
+            self._walk()
         except _WentAnotherWay as way:
             self.differences.append(way.difference)
-        else:
-            self._compare_messages()
-            self._compare_end()
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InvalidInput(
+                f"the trace of run {self.run_id} can't be read: it is damaged, or hides fields "
+                "that it needs itself (then give those that are to be hidden other names)"
+            ) from error
+
+    def _walk(self) -> None:
+        self._create()
+        for at, entry in enumerate(self.recording.trace):
+            if "hidden" in entry:
+                self.hidden.append(int(entry["step"]))
+            if self._made() <= at:
+                self._make(entry)
+            self._compare_entry(entry, at)
+        self._end_as_recorded()
+        if self._made() > len(self.recording.trace):
+            extra = self._entry(len(self.recording.trace))
+            self._differ(*_place(extra), "kind", None, extra["kind"])
+        self._compare_messages()
+        self._compare_end()
 
     def close(self) -> None:
         self.loop.close()
@@ -364,13 +375,21 @@ class _Player:
         match entry["kind"]:
             case "model":
                 self._take_step(entry)
-            case "result" | "retried_result" if not _has_no_effect(entry):
-                self._bring_result(entry)
+            case "passed_on":
+                self._keep(entry)
+            case "result" | "retried_result":
+                if _changed_nothing(entry):
+                    self._keep(entry)
+                else:
+                    self._bring_result(entry)
             case "resumed":
                 self._resume(entry)
             case _:
-                # A worker without the agent or the tool, or a result that came too late to count.
-                self.redis.rpush(keys.trace(self.run_id), dump(entry))
+                raise ValueError("an entry of an unknown kind")
+
+    def _keep(self, entry: Entry) -> None:
+        """What changed nothing: it came too late, or was passed on to another worker."""
+        self.redis.rpush(keys.trace(self.run_id), dump(entry))
 
     def _take_step(self, entry: Entry) -> None:
         exchanges: list[dict[str, Any]] = entry["exchanges"]
@@ -595,10 +614,6 @@ class _Player:
     ) -> None:
         self.differences.append(Difference(step, call, field, old, new))
 
-    def _note_hidden(self, entry: Entry) -> None:
-        if "hidden" in entry:
-            self.hidden.append(entry["step"])
-
     def _is_blind(self, difference: Difference) -> bool:
         """Whether what was hidden may be all that makes the difference."""
         step = difference.step
@@ -608,20 +623,8 @@ class _Player:
         self.blind_from = step if self.blind_from is None else min(self.blind_from, step)
 
 
-def _check_readable(recording: Recording) -> None:
-    """Refuse a trace that hides fields of its own, because one of a tool's is called like them."""
-    for entry in recording.trace:
-        result = entry.get("result", {"call_id": "0.0"})
-        known = isinstance(entry.get("kind"), str) and isinstance(entry.get("step"), int)
-        if not known or not isinstance(result, dict) or result.get("call_id") in (None, HIDDEN):
-            raise InvalidInput(
-                f"the trace of run {recording.run_id} hides fields that it needs itself, so it "
-                "can't be replayed; give the fields that are to be hidden other names"
-            )
-
-
-def _has_no_effect(entry: Entry) -> bool:
-    """Whether it changed nothing: it came too late, or is of a worker that lacks the tool."""
+def _changed_nothing(entry: Entry) -> bool:
+    """Whether a result came too late, or is of a worker that lacks the tool."""
     if entry["kind"] == "result":
         return "late" in entry
     lacks_tool: bool = entry["result"]["error"]["type"] == ToolErrorType.UNKNOWN_TOOL

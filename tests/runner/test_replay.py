@@ -646,9 +646,10 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         replay(tmp_path / "run.json", agent_of())
 
 
-def test_a_trace_that_hides_its_own_fields_is_refused_in_words(loops: Loops) -> None:
+@pytest.mark.parametrize("name", ["result", "kind", "step", "usage", "request", "history"])
+def test_a_trace_that_hides_its_own_fields_is_refused_in_words(loops: Loops, name: str) -> None:
     go(loops, agent_of(say("a"), "Done."))
-    recording = read_recording(loops.store, RUN).redacted(frozenset({"result"}))
+    recording = read_recording(loops.store, RUN).redacted(frozenset({name}))
     with pytest.raises(InvalidInput, match="hides fields that it needs itself"):
         replay(recording, loops.agents[RUN])
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.agents import Agents, load_agents
-from runner.errors import RedisUnavailable
 from support.fleet import Fleet, fleet, url_of, valkey
 from support.model_server import ModelServer, Reply, final
-from support.replays import Tally, replay_all
 from tasks import Client, Run
 
 Script = Callable[[dict[str, Any]], Reply]
@@ -30,8 +26,6 @@ class Stage:
         self._lock = threading.Lock()
         self._scripts: dict[str, Script] = {}
         self._bodies: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        self.tampered: set[str] = set()
-        """Runs that a test has written into by hand, so that a replay may go another way."""
         self.model: ModelServer
         self.fleet: Fleet
         self.client: Client
@@ -89,41 +83,9 @@ def by_turn(replies: Sequence[Reply]) -> Script:
     return reply
 
 
-def replay_stage(stage: Stage) -> Tally:
-    """Replay every run that has ended here; each must come out the same."""
-    try:
-        stage.client.store.check()
-    except RedisUnavailable:
-        return Tally()  # the test has ended its server for good
-    tampered = frozenset(stage.tampered)
-    tally = replay_all(stage.client.store, _agents_of(stage.fleet), tampered=tampered)
-    import os
-
-    with open("/tmp/replay-tally.txt", "a") as f:
-        f.write(f"{os.environ.get('PYTEST_CURRENT_TEST')} {tally}\n")
-    return tally
-
-
-def _agents_of(fleet: Fleet) -> Agents:
-    """The agents of the workers; a module may stand in the folder that they were started from."""
-    modules = fleet.environ["CELERIAC_AGENTS"].split(",")
-    sys.path.insert(0, str(fleet.folder))
-    try:
-        return load_agents(modules)
-    finally:
-        sys.path.remove(str(fleet.folder))
-        for name in modules:
-            file = sys.modules[name].__file__ if name in sys.modules else None
-            if file is not None and Path(file).parent == fleet.folder:
-                del sys.modules[name]  # the next test has one of the same name
-
-
 @contextlib.contextmanager
 def open_stage(folder: Path, **environ: str) -> Iterator[Stage]:
-    """A stage with one steps worker and one tools worker.
-
-    At its end it fails if a request was ever invalid, or a run comes out otherwise in a replay.
-    """
+    """A stage with one steps worker and one tools worker; fails if a request was ever invalid."""
     stage = Stage()
     data = folder / "redis"
     data.mkdir(parents=True)
@@ -138,4 +100,3 @@ def open_stage(folder: Path, **environ: str) -> Iterator[Stage]:
         stage.fleet.wait_for(stage.client.store.read_agents)
         yield stage
         assert stage.model.violations == []
-        replay_stage(stage)

@@ -9,7 +9,7 @@ from runner.errors import RunNotFound
 from support.agents import helper
 from support.model_server import calls, final
 from support.replays import check_replay
-from support.stage import Stage, by_turn, replay_stage
+from support.stage import Stage, by_turn
 from tasks import Run
 
 THREE_TURNS = [
@@ -68,11 +68,11 @@ def test_a_fork_of_what_is_not_there_is_refused(stage: Stage, origin: Run) -> No
 def test_every_run_that_these_workers_made_is_replayed(stage: Stage, origin: Run) -> None:
     charged = stage.submit([calls(("charge", {"account_id": 1, "cents": 2})), final("ok")])
     assert charged.result(timeout=20).stop_reason is StopReason.COMPLETED
-    before = replay_stage(stage)
+    before = stage.fleet.replay()
     assert before.replayed >= 2
     store, key = stage.client.store, keys.messages(charged.id)
     kept = str(store.redis.lindex(key, 2))
     store.redis.lset(key, 2, kept.replace("charged", "spoiled"))
     with pytest.raises(AssertionError, match="went another way"):
-        replay_stage(stage)
+        stage.fleet.replay()
     store.redis.lset(key, 2, kept)
