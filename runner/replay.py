@@ -215,11 +215,16 @@ class _ReplayLoop(Loop):
         self._nudges = _Unheard(store)
         self._calls = self.results = _Results(store, settings.renew_every, None)
         self.out_of_time = False
+        self.default_model = ""
         self.may_stop = False
 
     def _retry_delay(self, agent: Agent, record: RunRecord, error: ModelError) -> float | None:
         delay = super()._retry_delay(agent, record, error)
         return math.inf if delay is not None and self.out_of_time else delay
+
+    def _model_name(self, model: str | Model | None) -> str:
+        # A setting of the worker that made the step; two workers needn't have the same.
+        return self.default_model if model is None else super()._model_name(model)
 
     def _stop(self, record: RunRecord, outcome: Outcome) -> Next:
         # After a fatal result others may have come, before the end did: that has its own place.
@@ -267,9 +272,7 @@ class _Player:
         self.hidden: list[int] = []
         self.blind_from: int | None = None
         self.answers = _Answers()
-        settings = Settings(
-            model=_default_model(recording, agent), redact=tuple(sorted(recording.names))
-        )
+        settings = Settings(redact=tuple(sorted(recording.names)))
         self.store = RunStore(settings, open_scratch())
         self.redis = self.store.redis
         self.loop = _ReplayLoop(self.store, self._stand_in(agent), self.answers)
@@ -396,6 +399,7 @@ class _Player:
         self.answers.left = deque(
             self._answer(entry, exchange, last=exchange is exchanges[-1]) for exchange in exchanges
         )
+        self.loop.default_model = exchanges[0]["request"]["model"] if exchanges else ""
         self.loop.out_of_time = any(each.get("out_of_time") for each in exchanges)
         try:
             self.loop.advance(self.run_id, entry["step"])
@@ -629,12 +633,6 @@ def _changed_nothing(entry: Entry) -> bool:
         return "late" in entry
     lacks_tool: bool = entry["result"]["error"]["type"] == ToolErrorType.UNKNOWN_TOOL
     return lacks_tool
-
-
-def _default_model(recording: Recording, agent: Agent) -> str:
-    """The name that an agent without a model of its own stood for, where the run was made."""
-    names = (exchange["request"]["model"] for _, exchange in recording.exchanges())
-    return (next(names, None) if agent.model is None else None) or Settings().model
 
 
 def _limits(given: Any) -> Limits | None:

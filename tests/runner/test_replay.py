@@ -30,12 +30,14 @@ from runner import (
     tool,
 )
 from runner import keys as redis_keys
+from runner.agents import Agents
 from runner.loop import CallTools, Loop, NextStep, Wait, cancel_run
 from runner.models import RunErrorType, ToolCalls, ToolResult
 from runner.reader import read_reply
 from runner.recording import Recording, load_recording, read_recording, save_recording
 from runner.redact import HIDDEN
 from runner.replay import Difference, Replayed
+from runner.settings import Settings
 from runner.store import Outcome
 from runner.testing import ScriptedModel, calls, replay
 from support.loops import RUN, Loops, drive, open_loops
@@ -293,6 +295,22 @@ def test_a_fallback_model_and_what_it_cost_come_out_the_same(loops: Loops) -> No
 
 
 PRICE = Price(prompt=1000, completion=2000)
+
+
+def test_steps_of_workers_with_another_default_model_come_out_the_same(
+    loops: Loops,
+) -> None:
+    model = ScriptedModel([say("a"), "Done."])
+    agent = replace(agent_of(), model=None)
+    loops.start(agent)
+    for step, name in enumerate(("one", "two")):
+        loop = Loop(loops.store, Agents([agent]), settings=Settings(model=name), model=model)
+        loops.loops.append(loop)
+        if loop.advance(RUN, step) == CallTools(RUN, step, (0,)):
+            loop.call_tool(RUN, step, 0)
+    sent = [each["request"]["model"] for _, each in read_recording(loops.store, RUN).exchanges()]
+    assert sent == ["one", "two"]
+    check(loops, StopReason.COMPLETED)
 
 
 class Named(ScriptedModel):
