@@ -30,6 +30,7 @@ from runner.models import (
 )
 from runner.record import RunRecord
 from runner.render import clean
+from runner.replies import describe_error, describe_reply
 from runner.settings import Settings
 from runner.store import Outcome, RunStore
 
@@ -132,12 +133,14 @@ class Asker:
             # What a server refused, it didn't bill.
             refused = Usage(requests=1, known=400 <= (error.status or 0) < 500)
             usage = (error.usage or refused).priced(price)
-            exchange["error"] = {"type": error.type, "message": str(error), "status": error.status}
+            exchange["error"] = describe_error(error)
             exchange["response"] = error.raw
             raise
         else:
             usage = reply.usage.priced(price)
             exchange["response"] = reply.raw
+            if (described_reply := describe_reply(reply)) is not None:
+                exchange["reply"] = described_reply
             return reply
         finally:
             exchange["duration_ms"] = int((time.monotonic() - started) * 1000)

@@ -52,6 +52,12 @@ class Look:
         return self.record.phase == "tools"
 
     @property
+    def forked(self) -> tuple[int, int]:
+        """The step that it began with, and how many messages it was given: 0 for one of its own."""
+        first = self.trace[0] if self.trace else {}
+        return (first["step"], first["messages"]) if first.get("kind") == "forked" else (0, 0)
+
+    @property
     def begun_steps(self) -> int:
         """How many steps have their turn: the current one only while its calls are open."""
         return self.record.step + self.in_tools
@@ -199,7 +205,7 @@ def _check_steps(look: Look) -> Iterator[str]:
     if beyond := [step for step in answered if step >= look.begun_steps]:
         yield f"steps {beyond} were committed, but the run is at step {look.record.step}"
     # A model error that ends the run takes up a step without an answer.
-    missing = sorted(set(range(look.begun_steps)) - set(answered))
+    missing = sorted(set(range(look.forked[0], look.begun_steps)) - set(answered))
     failed = look.ends if look.record.stop_reason is not StopReason.COMPLETED else look.ends - 1
     if len(missing) > failed:
         yield f"nothing was committed for steps {missing}"
@@ -214,11 +220,13 @@ def _check_steps(look: Look) -> Iterator[str]:
 def _check_turns(look: Look) -> Iterator[str]:
     """The history: whole blocks, each the turn of one committed step, with its calls' results.
 
-    What stands before the goal was brought along, and no step of this run made it.
+    What stands before the goal was brought along, as was what a fork began with, and no step of
+    this run made it.
     """
     blocks, faults = _read_blocks(look)
     yield from faults
-    blocks = {at: results for at, results in blocks.items() if at > look.record.goal}
+    start = max(look.record.goal + 1, look.forked[1])
+    blocks = {at: results for at, results in blocks.items() if at >= start}
     turns: dict[int, dict[str, Any]] = {}
     lost = 0
     for entry in look.answers:

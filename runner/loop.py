@@ -270,7 +270,7 @@ class Loop:
             outcome = self.store.release_step(
                 record,
                 usage=asked.usage,
-                trace=self._trace(agent, record, asked) if paid else None,
+                trace=self._trace(agent, record, asked) | {"released": True} if paid else None,
             )
             done = outcome in (Outcome.OK, Outcome.ALREADY)
             return NextStep(record.run_id, record.step) if done else Skip(record.run_id, outcome)
@@ -452,16 +452,11 @@ class Loop:
         asked.answer, problem = read_answer(agent, reply.text)
         if problem is not None or not (agent.validators or agent.evidence_required):
             return problem
-        results = [
-            ToolResult.model_validate(entry["result"])
-            for entry in self.store.read_trace(record.run_id)
-            if entry["kind"] == "result"
-        ]
         draft = Draft(
             goal=str(history[record.goal]["content"]),
             text=reply.text,
             answer=asked.answer,
-            results=results,
+            results=_results_in(self.store.read_trace(record.run_id)),
             evidence=self.store.read_evidence(record.run_id),
             principal=record.principal,
             metadata=record.metadata,
@@ -562,11 +557,10 @@ class Loop:
         self, record: RunRecord, agent: Agent, error: ModelError, asked: Asked
     ) -> Next:
         """A failed model attempt: park the run for the next one, or end it."""
-        delay = None
-        if not error.bad_response:
-            delay = retry_delay(agent.model_retry, record.model_attempts + 1, error)
+        delay = self._retry_delay(agent, record, error)
         if delay is not None and delay >= record.remaining:
-            delay = None  # nobody would be there any more; another model may be sooner
+            # Nobody would be there any more; another model may be sooner.
+            delay, asked.exchanges[-1]["out_of_time"] = None, True
         event: dict[str, Any] = {"reason": error.type, "status": error.status}
         switch = delay is None and _is_out(error) and record.model + 1 < len(agent.models)
         if switch:
@@ -585,6 +579,12 @@ class Loop:
             warning=warn_of_budgets(agent, record, _limits(record), asked.usage, [], 0),
         )
         return Wait(record.run_id) if outcome is Outcome.OK else self._let_go(record, outcome)
+
+    def _retry_delay(self, agent: Agent, record: RunRecord, error: ModelError) -> float | None:
+        """Seconds until the same model is asked again; None where it isn't."""
+        if error.bad_response:
+            return None
+        return retry_delay(agent.model_retry, record.model_attempts + 1, error)
 
     # --- one call ---------------------------------------------------------------------------------
 
@@ -827,19 +827,19 @@ class Loop:
         decisions: list[dict[str, Any]] | None = None,
     ) -> dict[str, Any]:
         hidden = self._hidden(agent)
+        # One without a response was let go of: nobody knows what it would have been.
+        answered = [exchange for exchange in asked.exchanges if "response" in exchange]
+        given = decisions or []
         entry: dict[str, Any] = {
             "kind": "model",
             "step": record.step,
             "epoch": record.epoch,
             "at": record.now,
-            "exchanges": [
-                # One without a response was let go of: nobody knows what it would have been.
-                _hide(exchange, hidden)
-                for exchange in asked.exchanges
-                if "response" in exchange
-            ],
-            "decisions": [_hide_decision(decision, hidden) for decision in decisions or []],
+            "exchanges": [_hide(exchange, hidden) for exchange in answered],
+            "decisions": [_hide_decision(decision, hidden) for decision in given],
         }
+        if entry["exchanges"] != answered or entry["decisions"] != given:
+            entry["hidden"] = sorted(hidden)
         if agent is not None and record.fingerprint != agent.fingerprint:
             entry["agent"] = describe_agent(agent)
         return entry
@@ -880,8 +880,9 @@ def _hide(exchange: dict[str, Any], hidden: frozenset[str]) -> dict[str, Any]:
         view = request["view"]
         request["view"] = {k: redact(v, hidden) if k == "note" else v for k, v in view.items()}
     shown = exchange | {"request": request}
-    if "response" in exchange:
-        shown["response"] = redact(exchange["response"], hidden)
+    for key in ("response", "reply"):
+        if key in exchange:
+            shown[key] = redact(exchange[key], hidden)
     return shown
 
 
@@ -890,6 +891,18 @@ def _hide_decision(decision: dict[str, Any], hidden: frozenset[str]) -> dict[str
     if error := decision["error"]:
         told["error"] = error | {key: redact(error[key], hidden) for key in ("message", "fields")}
     return decision | told
+
+
+def _results_in(trace: list[dict[str, Any]]) -> list[ToolResult]:
+    """The results of all calls, as the trace keeps them; those that a fork has kept come first."""
+    found: list[Any] = []
+    for entry in trace:
+        match entry["kind"]:
+            case "forked":
+                found += entry["results"]
+            case "result":
+                found.append(entry["result"])
+    return [ToolResult.model_validate(each) for each in found]
 
 
 def _is_out(error: ModelError) -> bool:

@@ -143,8 +143,12 @@ def call_summary(result: ToolResult) -> dict[str, Any]:
 
 
 def result_trace(step: int, result: ToolResult, hidden: frozenset[str]) -> dict[str, Any]:
-    """What a trace keeps of a result: fields called as in `hidden` without their values."""
-    shown = result.model_dump(mode="json")
+    """What a trace keeps of a result: fields called as in `hidden` without their values.
+
+    The entry says so in `hidden` where the result held any.
+    """
+    whole = result.model_dump(mode="json")
+    shown = whole.copy()
     shown |= {key: redact(shown[key], hidden) for key in ("content", "data")}
     shown["evidence"] = [
         each | {key: redact(each[key], hidden) for key in ("text", "data")}
@@ -152,7 +156,8 @@ def result_trace(step: int, result: ToolResult, hidden: frozenset[str]) -> dict[
     ]
     if error := shown["error"]:
         shown["error"] = error | {key: redact(error[key], hidden) for key in ("message", "fields")}
-    return {"kind": "result", "step": step, "result": shown}
+    entry: dict[str, Any] = {"kind": "result", "step": step, "result": shown}
+    return entry if shown == whole else entry | {"hidden": sorted(hidden)}
 
 
 def digest(text: str) -> str:

@@ -29,6 +29,12 @@ def redact(value: Any, names: frozenset[str]) -> Any:
     return _redact(value, wanted)
 
 
+def redact_entry(entry: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
+    """An entry of a trace with these fields hidden; it says so in `hidden` where it held any."""
+    shown: dict[str, Any] = redact(entry, names)
+    return shown if shown == entry else shown | {"hidden": sorted(names)}
+
+
 def _redact(value: Any, names: frozenset[str]) -> Any:
     match value:
         case dict():

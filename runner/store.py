@@ -425,11 +425,67 @@ class RunStore:
                 ms(self.settings.hint_grace),
                 self.settings.max_events,
                 ms(self.settings.retention),
+                dump(_resumption(record, limits)),
                 *flat(limit_fields(raised)),
                 "promised",
                 int(record.on_finish is not None or bool(self.settings.result_backend)),
                 "to_backend",
                 int(bool(self.settings.result_backend)),
+            ],
+        )
+
+    def fork_run(
+        self,
+        *,
+        run_id: str,
+        agent: str,
+        step: int,
+        messages: Sequence[dict[str, Any]],
+        evidence: Sequence[Evidence],
+        trace: dict[str, Any],
+        limits: Limits,
+        principal: Principal | None,
+        metadata: Mapping[str, JsonValue],
+        goal: int = 0,
+    ) -> Outcome:
+        """Write the record of a run that begins at `step`; `trace` says where it comes from.
+
+        `goal` is the place of the goal among `messages`.
+        """
+        record: dict[str, str | int] = {
+            "schema": SCHEMA_VERSION,
+            "agent": agent,
+            "tenant": principal.tenant if principal else "",
+            "principal": principal.model_dump_json() if principal else "",
+            "metadata": dump(dict(metadata)),
+            "promised": int(bool(self.settings.result_backend)),
+            "to_backend": int(bool(self.settings.result_backend)),
+            "goal": goal,
+            **limit_fields(limits),
+        }
+        return self._word(
+            "fork_run",
+            [
+                keys.run(run_id),
+                keys.messages(run_id),
+                keys.evidence(run_id),
+                keys.events(run_id),
+                keys.trace(run_id),
+                keys.DUE,
+                keys.RUNS,
+            ],
+            [
+                run_id,
+                step,
+                ms(limits.timeout),
+                ms(self.settings.hint_grace),
+                self.settings.max_events,
+                dump({"agent": agent}),
+                dump(trace),
+                EVIDENCE.dump_json(tuple(evidence)).decode() if evidence else "",
+                len(messages),
+                *map(dump, messages),
+                *flat(record),
             ],
         )
 
@@ -746,7 +802,7 @@ class RunStore:
                 dump(result.content),
                 EVIDENCE.dump_json(result.evidence).decode() if result.evidence else "",
                 fatal.model_dump_json() if fatal else "",
-                dump(result_trace(step, result, hidden)),
+                dump(_recorded(step, result, fatal, parts, decided, hidden)),
                 dump(call_summary(result)),
                 operation or self._attempt_id(),
                 # A denial is no failure of the tool's.
@@ -1212,6 +1268,40 @@ def _approval(calls: Mapping[str, str], index: int) -> Approval:
         digest=calls[f"{index}.digest"],
         decide_by=decide_by / 1000 if decide_by else None,
     )
+
+
+def _recorded(
+    step: int,
+    result: ToolResult,
+    fatal: RunError | None,
+    parts: Sequence[dict[str, Any]],
+    decided: Decided | None,
+    hidden: frozenset[str],
+) -> dict[str, Any]:
+    """A result for the trace, with what else it did to the run. Images are in the history alone."""
+    entry = result_trace(step, result, hidden)
+    if decided is not None:
+        entry["decided"] = decided.model_dump(mode="json", exclude_none=True)
+    if fatal is not None:
+        entry["fatal"] = True
+    if images := [digest(dump(each)) for each in parts if each["type"] == "image_url"]:
+        entry["images"] = images
+    return entry
+
+
+def _resumption(record: RunRecord, limits: Limits) -> dict[str, Any]:
+    """For the trace: how the run had ended, and what counts from here; the record forgets both."""
+    return {
+        "kind": "resumed",
+        "step": record.step,
+        "limits": limits.model_dump(mode="json"),
+        "before": {
+            "limits": record.limits.model_dump(mode="json") if record.limits else None,
+            "stop_reason": record.stop_reason,
+            "error": record.error.model_dump(mode="json") if record.error else None,
+            "limit": record.limit,
+        },
+    }
 
 
 def _opening(call: OpenCall) -> dict[str, Any]:

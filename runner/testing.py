@@ -1,4 +1,4 @@
-"""For users' tests: a scripted model, and a run of an agent in the test's own process.
+"""For users' tests: a scripted model, a run of an agent in the test's own process, and a replay.
 
 Needs `pip install 'celeriac[testing]'`; no server, no worker, no network.
 """
@@ -9,6 +9,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import fakeredis
@@ -29,6 +30,9 @@ from runner.models import (
     ToolCalls,
     Usage,
 )
+from runner.recording import Recording, load_recording
+from runner.replay import Replayed
+from runner.replay import replay as replay_recording
 from runner.settings import Settings
 from runner.store import RunStore
 
@@ -101,6 +105,17 @@ def run_agent(
         return _drive(loop, store, run_id, approve)
     finally:
         loop.close()
+
+
+def replay(recorded: Recording | Path | str, agent: Agent) -> Replayed:
+    """Replay a run that `celeriac replay RUN --save FILE` has written, or a `Recording`.
+
+    Nothing is asked and no tool runs. A regression test says `assert replay(path, agent).same`, or
+    looks at the `differences`. Raises `InvalidInput` where the file holds no recording.
+    """
+    if not isinstance(recorded, Recording):
+        recorded = load_recording(Path(recorded))
+    return replay_recording(recorded, agent)
 
 
 def _drive(

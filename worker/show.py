@@ -10,11 +10,16 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runner.context import rebuild_request
 from runner.models import Approval, Event, FinalResult, Usage
 from runner.record import RunInfo
+
+if TYPE_CHECKING:
+    from runner.replay import Replayed
+
+MAX_DIFFERENCES = 20
 
 SHORT = 160
 """Characters of a text that a trace shows of it."""
@@ -256,6 +261,8 @@ def build_trace(
     steps: dict[int, dict[str, Any]] = {}
     committed: Mapping[str, Any] | None = None
     for entry in trace:
+        if entry["kind"] in ("forked", "resumed"):
+            continue  # says where the run comes from; no step of its own
         number = entry["step"]
         empty = {"step": number, "attempts": [], "decisions": [], "results": []}
         step = steps.setdefault(number, empty | {"retried_results": []})
@@ -393,6 +400,30 @@ def _describe_tool_result(result: Mapping[str, Any], style: Style) -> str:
         f"{result['call_id']} {_one_line(result['name'])} {word} attempt={result['attempt']} "
         f"{result['duration_ms']} ms{cut}: {shorten(result['content'])}"
     )
+
+
+# --- replays -----------------------------------------------------------------------------------
+
+
+def describe_replay(found: Replayed, *, show: bool = False, style: Style = PLAIN) -> str:
+    """Whether a run came out the same, and where it didn't: sizes alone, unless told to show."""
+    lines: list[str] = []
+    if found.changed:
+        lines.append("the agent has changed: its instructions, tools or output type differ")
+    lines += [
+        f"step {step} can't be compared in full: redact hides some of it" for step in found.hidden
+    ]
+    if found.blind_from is not None:
+        lines.append(f"from step {found.blind_from} on nothing can be compared: it is hidden")
+    lines += [
+        style.bad(_one_line(each.describe(show=show)))
+        for each in found.differences[:MAX_DIFFERENCES]
+    ]
+    if (more := len(found.differences) - MAX_DIFFERENCES) > 0:
+        lines.append(f"and {more} more")
+    if found.same:
+        lines.append(style.good(f"same: {found.run_id}, steps {found.steps}"))
+    return "\n".join(lines)
 
 
 # --- text --------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ local open = status ~= 'finished' and step == ARGV[2] and phase == 'tools'
 if not open or redis.call('HEXISTS', KEYS[4], index) == 1 then
   if ARGV[16] == '' then
     -- Too late to count, but the truth about a side effect is worth keeping.
-    redis.call('RPUSHX', KEYS[7], ARGV[10])
+    redis.call('RPUSHX', KEYS[7], string.sub(ARGV[10], 1, -2) .. ',"late":true}')
   end
   return {open and 'DUPLICATE' or 'STALE'}
 end

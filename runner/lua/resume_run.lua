@@ -16,7 +16,8 @@
 -- ARGV[4] grace in ms
 -- ARGV[5] max_events kept in the stream
 -- ARGV[6] retention in ms
--- ARGV[7..] fields of the record with their values
+-- ARGV[7] trace entry as JSON
+-- ARGV[8..] fields of the record with their values
 -- Returns OK | ALREADY | STALE | FENCED | BUSY
 local status, step, stop = unpack(redis.call('HMGET', KEYS[1], 'status', 'step', 'stop_reason'))
 if not status then
@@ -50,9 +51,10 @@ redis.call('HINCRBY', KEYS[1], 'resumed', 1)
 redis.call('HDEL', KEYS[1], 'stop_reason', 'answer', 'error', 'limit', 'fatal', 'final', 'ended', 'attempt')
 redis.call('HSET', KEYS[1], 'status', 'queued', 'phase', 'model', 'deaths', 0, 'releases', 0,
   'model_attempts', 0, 'model', 0, 'invalid_calls', 0, 'not_before', 0, 'lease', 0, 'deliveries', 0,
-  'deadline', int(now + tonumber(ARGV[3])), 'hinted', int(now), 'hints', 1, unpack(ARGV, 7))
+  'deadline', int(now + tonumber(ARGV[3])), 'hinted', int(now), 'hints', 1, unpack(ARGV, 8))
 keep_key(KEYS[1], ARGV[1], tonumber(ARGV[3]) + 2 * ARGV[6])
 redis.call('ZADD', KEYS[6], int(now + tonumber(ARGV[4])), ARGV[1])
 redis.call('ZADD', KEYS[7], '+inf', ARGV[1])
+redis.call('RPUSH', KEYS[5], ARGV[7])
 add_event(KEYS[4], ARGV[5], 'run.resumed', step, '', '{}')
 return {'OK'}

@@ -126,6 +126,7 @@ def test_r03_messages_destroyed_after_the_pop_lose_no_run(
         PYTHONPATH=python_path(tmp_path),
         CELERIAC_HINT_GRACE="0.5",
     )
+    stage.fleet.replayed_with = "support.agents"
     script = by_turn([calls(("ping", {}), ("charge", CHARGE))])
     runs = [stage.submit(script) for _ in range(60)]
 

@@ -58,6 +58,7 @@ from runner.models import (
 )
 from runner.store import Outcome, RunStore
 from runner.tools import Context
+from support.replays import check_replay
 
 pytestmark = pytest.mark.usefixtures("no_leaked_keys")
 
@@ -184,7 +185,7 @@ Start = Callable[..., Loop]
 
 
 @pytest.fixture
-def start(store: RunStore) -> Iterator[Start]:
+def start(store: RunStore, request: pytest.FixtureRequest) -> Iterator[Start]:
     """Makes a loop with a run of this agent, whose model has this script."""
     loops: list[Loop] = []
 
@@ -215,6 +216,9 @@ def start(store: RunStore) -> Iterator[Start]:
     for thread in threading.enumerate():
         if thread.name == "celeriac-nudges":
             thread.join(5)
+    if request.node.get_closest_marker("no_replay") is None:
+        for loop in loops[:1]:
+            check_replay(loop.store, RUN, loop.agents["a"])
 
 
 def script_of(loop: Loop) -> Script:
@@ -610,7 +614,8 @@ def test_an_error_that_does_not_pass_ends_the_run_by_its_type(
     assert ended.error is not None
     assert (ended.error.type, ended.steps, ended.usage.requests) == (type, 1, 1)
     [entry] = loop.store.read_trace(RUN)
-    assert entry["exchanges"][0]["error"] == {"type": type, "message": "no", "status": None}
+    error = entry["exchanges"][0]["error"]
+    assert (error["type"], error["message"], error["status"]) == (type, "no", None)
     check_trace(loop, script_of(loop).requests)
 
 
@@ -655,6 +660,7 @@ def test_an_answer_that_stays_wrong_ends_the_run(start: Start) -> None:
 # --- workers that can't honour a run -----------------------------------------------------------
 
 
+@pytest.mark.no_replay("a replay has the agent")
 def test_a_run_of_an_agent_that_the_worker_lacks_ends_with_a_clear_error(start: Start) -> None:
     loop = start()
     loop.store.redis.hset(redis_keys.run(RUN), "agent", "gone")
@@ -678,6 +684,7 @@ def test_a_call_whose_tool_a_worker_lacks_is_passed_on_a_few_times(
     other.close()
 
 
+@pytest.mark.no_replay("its record can't be read here")
 def test_a_run_of_a_newer_version_is_left_to_newer_workers(start: Start) -> None:
     loop = start()
     loop.store.redis.hset(redis_keys.run(RUN), "schema", 999)
@@ -794,6 +801,7 @@ def written(loop: Loop) -> Any:
 # --- a process that stops ----------------------------------------------------------------------
 
 
+@pytest.mark.no_replay("the other process' agent has another model")
 def test_a_process_that_stops_hands_its_model_call_to_another(start: Start) -> None:
     model = Silent()
     loop = start(model=model)

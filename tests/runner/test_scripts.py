@@ -11,6 +11,7 @@ import pytest
 
 from runner.models import (
     Decided,
+    Evidence,
     Limits,
     StopReason,
     ToolDecision,
@@ -183,6 +184,19 @@ def walk() -> dict[str, list[Sent]]:
     walked: dict[str, list[Sent]] = {}
     walked["create_run"] = sent_by(
         lambda: store.create_run(run_id=run, agent="a", messages=[{"role": "user"}, {"role": "x"}])
+    )
+    walked["fork_run"] = sent_by(
+        lambda: store.fork_run(
+            run_id="a-fork-of-it",
+            agent="a",
+            step=1,
+            messages=[{"role": "user"}, {"role": "x"}],
+            evidence=[Evidence(source="s")],
+            trace={},
+            limits=Limits(),
+            principal=None,
+            metadata={},
+        )
     )
     walked["adopt_limits"] = sent_by(lambda: store.adopt_limits(run, Limits()))
     record = begin_step().record

