@@ -16,6 +16,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from runner.clarify import ask_user
 from runner.errors import AgentError, CeleriacError, UnknownAgent
+from runner.limits import find_quarrel
 from runner.models import (
     Evidence,
     Limits,
@@ -63,7 +64,8 @@ class Agent:
 
     `fallback_models` are asked, in order, when the one before is out. `prices` say what a model's
     tokens cost, by its name; `Limits(max_cost=)` needs them. `clarify` lets the model ask the user.
-    `stream` tells followers an answer as it comes (`model.delta` events).
+    `stream` tells followers an answer as it comes (`model.delta` events). `model_concurrency` is
+    how many steps ask the same model at once in the whole fleet.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Agent:
     evidence_required: bool = False
     clarify: bool = False
     stream: bool = False
+    model_concurrency: int | None = None
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -90,6 +93,8 @@ class Agent:
             )
         if self.response_retries < 0:
             raise AgentError(f"agent {self.name}: response_retries must be 0 or more")
+        if self.model_concurrency is not None and self.model_concurrency < 1:
+            raise AgentError(f"agent {self.name}: model_concurrency must be 1 or more")
         tools = (*self.tools, ask_user) if self.clarify else self.tools
         object.__setattr__(self, "toolbox", Toolbox(tools))
         object.__setattr__(
@@ -140,6 +145,7 @@ class Agents(Mapping[str, Agent]):
             known = self._agents.setdefault(agent.name, agent)
             if known is not agent:
                 raise AgentError(f"two agents are called {agent.name!r}; give one another name")
+        _check_limits(self._agents.values())
 
     def __getitem__(self, name: str) -> Agent:
         try:
@@ -156,6 +162,28 @@ class Agents(Mapping[str, Agent]):
 
     def __len__(self) -> int:
         return len(self._agents)
+
+
+def _check_limits(agents: Iterable[Agent]) -> None:
+    """Who shares a limit must agree on it: raises `AgentError` otherwise."""
+    known = list(agents)
+    shared = find_quarrel(each.limits for agent in known for each in agent.toolbox)
+    if shared is not None:
+        raise AgentError(
+            f"two tools give the limit {shared.removeprefix('rate.')!r} different sizes; give all "
+            "that share it the same max_concurrency and rate"
+        )
+    asked = find_quarrel(
+        {str(model): str(agent.model_concurrency)}
+        for agent in known
+        if agent.model_concurrency
+        for model in agent.models
+    )
+    if asked is not None:
+        raise AgentError(
+            f"two agents give model {asked!r} different limits; give them the same "
+            "model_concurrency"
+        )
 
 
 def load_agents(modules: Sequence[str]) -> Agents:

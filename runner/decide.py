@@ -132,6 +132,7 @@ def _open_call(
         question=json.loads(call.arguments)["question"]
         if tool is ask_user and error is None
         else None,
+        limits={} if tool is None else tool.limits,
     )
 
 

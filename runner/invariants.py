@@ -23,7 +23,7 @@ Message = dict[str, Any]
 NO_KEY, NO_TTL = -2, -1
 """What Redis answers instead of a TTL."""
 
-CALL_STATES = {"held", "queued", "running", "asked", "done"}
+CALL_STATES = {"held", "queued", "parked", "running", "asked", "done"}
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ def _check_open_calls(look: Look) -> Iterator[str]:
         yield f"there are results of calls {sorted(strangers)}, which nobody made"
     if look.call_count <= states["done"]:
         yield "every call has its result, but the step is still open"
-    in_flight = states["queued"] + states["running"]
+    in_flight = states["queued"] + states["parked"] + states["running"]
     most = (look.record.limits or Limits()).max_parallel_calls
     if in_flight > most:
         yield f"{in_flight} calls are in flight; the limit is {most}"

@@ -42,6 +42,7 @@ from runner.errors import CeleriacError, InvalidInput, ModelError, RedisUnavaila
 from runner.failpoints import Point, reach
 from runner.guards import look_at_progress
 from runner.images import image_parts
+from runner.limits import model_limits, name_endpoint
 from runner.model import OpenAIModel, retry_delay
 from runner.models import (
     Final,
@@ -235,6 +236,10 @@ class Loop:
         if agent is None:
             return self._without_agent(record, asked)
         record = self._adopt_limits(record) or record
+        admitted = self._admit(agent, record)
+        if admitted is not Outcome.OK:
+            parked = admitted is Outcome.PARKED
+            return Wait(record.run_id) if parked else self._let_go(record, admitted)
         history = self.store.read_messages(record.run_id)
         most = _limits(record).max_repeats
         asked.progress = look_at_progress(history, most)
@@ -272,6 +277,22 @@ class Loop:
         message = f"the step failed with {name}; the worker's log says where"
         return self._fail(record, RunErrorType.CONFIG_ERROR, message, asked)
 
+    def _admit(self, agent: Agent, record: RunRecord) -> Outcome:
+        """Whether the step may ask its model now, by what all workers share; else it is parked."""
+        requests = self.settings.model_requests_per_minute
+        tokens = self.settings.model_tokens_per_minute
+        if not (agent.model_concurrency or requests or tokens):
+            return Outcome.OK
+        model = _model_of(agent, record)
+        asked = self._model if model is None or isinstance(model, str) else model
+        endpoint = name_endpoint(getattr(asked, "address", ""), self._model_name(model))
+        return self.store.admit_step(
+            record,
+            endpoint=endpoint,
+            limits=model_limits(endpoint, agent.model_concurrency, requests),
+            tokens_per_minute=tokens,
+        )
+
     def _adopt_limits(self, record: RunRecord) -> RunRecord | None:
         """The record with its agent's limits; None where it has its own, or nobody knows any."""
         if record.limits is not None:
@@ -306,7 +327,7 @@ class Loop:
         self, agent: Agent, record: RunRecord, history: list[Message], asked: Asked
     ) -> ModelReply:
         """Ask until the answer can be used; ask again at most `response_retries` times."""
-        model = agent.models[min(record.model, len(agent.models) - 1)]
+        model = _model_of(agent, record)
         name = self._model_name(model)
         told = asked.progress.notice(_limits(record).max_repeats)
         corrections = [notice(told)] if told else []
@@ -482,6 +503,7 @@ class Loop:
             event=event | {"delay": round(delay, 3)},
             switch=switch,
             warning=warn_of_budgets(agent, record, _limits(record), asked.usage, [], 0),
+            pause=error.retry_after or 0.0 if error.type is RunErrorType.RATE_LIMITED else 0.0,
         )
         return Wait(record.run_id) if outcome is Outcome.OK else self._let_go(record, outcome)
 
@@ -776,6 +798,10 @@ def cancel_run(store: RunStore, run_id: str, reason: str) -> EndedRun:
         error=RunError(type=StopReason.CANCELLED, message=reason),
         closer=CLOSER,
     )
+
+
+def _model_of(agent: Agent, record: RunRecord) -> str | Model | None:
+    return agent.models[min(record.model, len(agent.models) - 1)]
 
 
 def _limits(record: RunRecord) -> Limits:

@@ -32,6 +32,8 @@ class Settings:
     settings to add to a worker's. `lease` is how long a silent attempt is presumed alive,
     `renew_every` its heartbeat.
     `drain` is how long a stopping worker lets what runs finish before others take it over.
+    `tools_concurrency` is how many tool calls run at once in the whole fleet, and the requests and
+    tokens a minute are those of one model endpoint, shared by all workers; 0 is no limit.
     `hint_grace` is how long a published hint may take before recovery asks where it is.
     """
 
@@ -52,6 +54,9 @@ class Settings:
     max_goal_chars: int = 1_000_000
     celery_config: str = ""
     redact: tuple[str, ...] = ()
+    tools_concurrency: int = 0
+    model_requests_per_minute: int = 0
+    model_tokens_per_minute: int = 0
     allow_insecure_redis: bool = False
     allow_unlimited_tools: bool = False
 
@@ -67,6 +72,9 @@ class Settings:
         for name in (*positive, "retention", "max_events", "max_goal_chars"):
             if not 0 < getattr(self, name) < LONGEST:
                 raise SettingsError(f"{_variable(name)} must be greater than 0, and finite")
+        for name in ("tools_concurrency", "model_requests_per_minute", "model_tokens_per_minute"):
+            if not 0 <= getattr(self, name) < LONGEST:
+                raise SettingsError(f"{_variable(name)} must be 0 (no limit) or more, and finite")
         if not 0 <= self.drain < LONGEST:
             raise SettingsError("CELERIAC_DRAIN must be 0 or more, and finite")
         if self.renew_every >= self.lease:

@@ -12,8 +12,9 @@ import os
 import socket
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -25,6 +26,7 @@ from redis.retry import Retry as RedisRetry
 
 from runner import keys
 from runner.errors import RedisUnavailable, RunNotFound, SchemaError
+from runner.limits import QUEUE_LIMIT, write_limits
 from runner.models import (
     SCHEMA_VERSION,
     Event,
@@ -75,6 +77,12 @@ CLAIM = 2.0
 MAX_LOOK_WAIT = 60.0
 """Seconds at most between two looks at a run that isn't finished."""
 
+MAX_CROWDED = 50
+"""Limits that one look for free places takes in at most, drawn at random."""
+
+LIMIT_KEYS = [keys.slots(""), keys.waiting(""), keys.CROWDED]
+"""Where the places of limits are; a script puts a limit's name behind the first two."""
+
 REFUSES_FOR_NOW = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY")
 """How the errors start that redis-py has no class for and that pass."""
 
@@ -102,6 +110,7 @@ class Outcome(StrEnum):
     LOST = "LOST"
     NEWER = "NEWER"
     OK = "OK"
+    PARKED = "PARKED"
     POISONED = "POISONED"
     STALE = "STALE"
     STEP = "STEP"
@@ -141,7 +150,8 @@ class BegunCall:
 class OpenCall:
     """A call as `commit_step` stores it: `result` is there only where the runtime refused it.
 
-    `question`: it is for the user, whose reply is its result; no worker runs it.
+    `question`: it is for the user, whose reply is its result; no worker runs it. `limits` are those
+    that it needs a place of, by name: how many at once, or for a rate `<starts>/<ms>`.
     """
 
     provider_id: str
@@ -149,6 +159,7 @@ class OpenCall:
     starts: int
     result: ToolResult | None = None
     question: str | None = None
+    limits: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +192,9 @@ def connect(url: str) -> redis.Redis:
 class RunStore:
     """Reads and moves runs. One client for each process id, made on first use, never forked.
 
-    `client` hands in one made elsewhere (tests on fakeredis).
+    `client` hands in one made elsewhere (tests on fakeredis). `granted` are the holders (step or
+    call, as in `keys.trace_id`) that a transition has given their turn, and whose hints whoever
+    made the transition is to publish.
     """
 
     def __init__(self, settings: Settings, client: redis.Redis | None = None) -> None:
@@ -189,6 +202,7 @@ class RunStore:
         self._given = client
         self._clients: dict[tuple[int, str], redis.Redis] = {}
         self._scripts: dict[int, dict[str, Any]] = {}
+        self.granted: deque[str] = deque()
 
     def _client(self, url: str) -> redis.Redis:
         key = os.getpid(), url
@@ -308,6 +322,7 @@ class RunStore:
                 keys.trace(run_id),
                 keys.DUE,
                 keys.RUNS,
+                *LIMIT_KEYS,
             ],
             [
                 run_id,
@@ -330,7 +345,7 @@ class RunStore:
             ],
         )
         stands = StopReason(reply[1]) if len(reply) > 1 else None
-        return EndedRun(reply[0], stands, promised=len(reply) > 2)
+        return EndedRun(reply[0], stands, promised=len(reply) > 2 and reply[2] == 1)
 
     def resume_run(self, record: RunRecord, limits: Limits) -> Outcome:
         """Take an ended run up again; `limits` count from here on."""
@@ -417,7 +432,36 @@ class RunStore:
 
     def renew_step(self, run_id: str, epoch: int) -> Outcome:
         """The heartbeat of a step's holder."""
-        return self._word("renew_step", [keys.run(run_id)], [epoch, ms(self.settings.lease)])
+        return self._word(
+            "renew_step",
+            [keys.run(run_id), keys.DUE, *LIMIT_KEYS],
+            [epoch, ms(self.settings.lease), run_id],
+        )
+
+    def admit_step(
+        self, record: RunRecord, *, endpoint: str, limits: Mapping[str, str], tokens_per_minute: int
+    ) -> Outcome:
+        """Let a step ask its model (`OK`), or park it until the model's limits allow it."""
+        run_id = record.run_id
+        return self._word(
+            "admit_step",
+            [
+                keys.run(run_id),
+                keys.events(run_id),
+                keys.DUE,
+                keys.pace(endpoint),
+                *LIMIT_KEYS,
+            ],
+            [
+                run_id,
+                record.step,
+                record.epoch,
+                write_limits(limits),
+                tokens_per_minute,
+                self.settings.max_events,
+                ms(MAX_LOOK_WAIT),
+            ],
+        )
 
     def commit_step(
         self,
@@ -449,6 +493,7 @@ class RunStore:
                 dump(redact(result_trace(record.step, result), hidden)) if result else "",
                 call.decision.name,
                 "run" if call.question is None else "asked",
+                self._limits_of(call),
             ]
         reply = self._run(
             "commit_step",
@@ -460,6 +505,7 @@ class RunStore:
                 keys.events(run_id),
                 keys.trace(run_id),
                 keys.DUE,
+                *LIMIT_KEYS,
             ],
             [
                 run_id,
@@ -492,15 +538,17 @@ class RunStore:
         attempts: int = 1,
         switch: bool = False,
         warning: Mapping[str, Any] | None = None,
+        pause: float = 0.0,
     ) -> Outcome:
         """Let go of a step for `delay` seconds; recovery brings it back.
 
-        `switch`: the agent's next model takes over, with attempts of its own.
+        `switch`: the agent's next model takes over, with attempts of its own. `pause`: seconds for
+        which no step is to ask this model, where its limits are shared (`admit_step`).
         """
         run_id = record.run_id
         return self._word(
             "park_step",
-            [keys.run(run_id), keys.events(run_id), keys.trace(run_id), keys.DUE],
+            [keys.run(run_id), keys.events(run_id), keys.trace(run_id), keys.DUE, *LIMIT_KEYS],
             [
                 run_id,
                 record.step,
@@ -513,6 +561,7 @@ class RunStore:
                 attempts,
                 int(switch),
                 dump(warning) if warning else "",
+                ms(pause),
             ],
         )
 
@@ -528,6 +577,8 @@ class RunStore:
                 keys.results(run_id),
                 keys.events(run_id),
                 keys.seen(TOOLS_QUEUE),
+                keys.DUE,
+                *LIMIT_KEYS,
             ],
             [
                 step,
@@ -536,6 +587,7 @@ class RunStore:
                 self.settings.max_events,
                 self._attempt_id(),
                 SCHEMA_VERSION,
+                run_id,
             ],
         )
         if len(reply) == 1:
@@ -547,8 +599,8 @@ class RunStore:
         run_id = call.record.run_id
         return self._word(
             "renew_call",
-            [keys.run(run_id), keys.calls(run_id)],
-            [call.record.step, call.index, call.epoch, ms(self.settings.lease)],
+            [keys.run(run_id), keys.calls(run_id), keys.DUE, *LIMIT_KEYS],
+            [call.record.step, call.index, call.epoch, ms(self.settings.lease), run_id],
         )
 
     def retry_call(
@@ -573,6 +625,7 @@ class RunStore:
                 keys.events(run_id),
                 keys.trace(run_id),
                 keys.DUE,
+                *LIMIT_KEYS,
             ],
             [
                 run_id,
@@ -615,6 +668,7 @@ class RunStore:
                 keys.events(run_id),
                 keys.trace(run_id),
                 keys.DUE,
+                *LIMIT_KEYS,
             ],
             [
                 run_id,
@@ -640,7 +694,7 @@ class RunStore:
         """Let go of a step because this worker stops; another takes it at once."""
         return self._word(
             "release_step",
-            [keys.run(record.run_id), keys.DUE],
+            [keys.run(record.run_id), keys.DUE, *LIMIT_KEYS],
             [record.run_id, record.epoch, ms(self.settings.hint_grace), MAX_RELEASES],
         )
 
@@ -653,7 +707,7 @@ class RunStore:
         """
         reply = self._run(
             "lose_call",
-            [keys.run(run_id), keys.calls(run_id), keys.DUE],
+            [keys.run(run_id), keys.calls(run_id), keys.DUE, *LIMIT_KEYS],
             [
                 run_id,
                 step,
@@ -700,6 +754,23 @@ class RunStore:
         """Put every run that hasn't ended and isn't due back into `due`; answers how many."""
         return int(self._run("sweep_runs", [keys.RUNS, keys.DUE], [])[1])
 
+    def grant_slots(self, longest: float = 1.0) -> float:
+        """Give places that are free again to what waits for them; the hints are in `granted`.
+
+        Answers in how many seconds to look again: at most `longest`, or when a place gets free.
+        """
+        reply = self._run(
+            "grant_slots",
+            [keys.run(""), *LIMIT_KEYS, keys.DUE],
+            [MAX_CROWDED, ms(longest)],
+        )
+        return int(reply[1]) / 1000
+
+    def _limits_of(self, call: OpenCall) -> str:
+        """A call's limits as its record has them: those of its tool, and that of the queue."""
+        most = self.settings.tools_concurrency
+        return write_limits({**call.limits, **({QUEUE_LIMIT: str(most)} if most else {})})
+
     def recover_run(self, run_id: str) -> Lost:
         """Find a due run's lost hints, and set when it is due again."""
         reply = self._run(
@@ -712,6 +783,8 @@ class RunStore:
                 keys.seen(TOOLS_QUEUE),
                 STEPS_QUEUE,
                 TOOLS_QUEUE,
+                keys.waiting(""),
+                keys.CROWDED,
             ],
             [
                 run_id,
@@ -868,6 +941,8 @@ class RunStore:
             }
         with reporting_redis_errors():
             reply: list[Any] = scripts[name](keys=key_names, args=args)
+        if isinstance(reply[-1], list) and reply[-1][:1] == ["granted"]:
+            self.granted.extend(reply.pop()[1:])
         reply[0] = Outcome(reply[0])
         return reply
 

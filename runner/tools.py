@@ -20,14 +20,22 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import datetime
 from types import FrameType, UnionType
-from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin, overload
+from typing import Annotated, Any, Generic, Self, TypeVar, Union, get_args, get_origin, overload
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from runner.errors import ToolDefinitionError, ToolError
 from runner.images import Image, take_images
 from runner.interrupt import Body, ToolInterrupted
+from runner.limits import LIMIT_NAME, read_rate, tool_limits
 from runner.models import Evidence, Frozen, Principal, ToolErrorInfo, ToolErrorType, ToolResult
 from runner.render import clean, cut, defuse, fence, render, render_error, to_json
 from runner.schema import (
@@ -120,6 +128,9 @@ class Tool:
     `max_calls` is how often a run may call it. After it failed `fallback_after` times in a run,
     `fallback`, a function of the same parameters, answers in its place. What a `final` tool returns
     is the run's answer. The values of fields called as in `redact` are hidden in the trace.
+
+    `max_concurrency` is how many calls of it run at once in the whole fleet, and `rate` how many
+    start in a time, such as `10/s`; tools with the same `limit` share both.
     """
 
     name: str
@@ -138,6 +149,9 @@ class Tool:
     fallback_after: int = 3
     final: bool = False
     redact: frozenset[str] = frozenset()
+    max_concurrency: int | None = None
+    limit: str | None = None
+    rate: str | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -145,6 +159,11 @@ class Tool:
     @property
     def parameters(self) -> dict[str, Any]:
         return deepcopy(self.arguments.schema)
+
+    @property
+    def limits(self) -> dict[str, str]:
+        """The limits across the fleet that a call of it needs a place of, by name."""
+        return tool_limits(self.limit or self.name, self.max_concurrency, self.rate)
 
     def definition(self) -> dict[str, Any]:
         """The tool as the `tools` of a chat-completions request list it."""
@@ -219,6 +238,22 @@ class Options(Frozen):
     fallback_after: int = Field(ge=1)
     final: bool
     redact: frozenset[str]
+    max_concurrency: int | None = Field(ge=1)
+    limit: str | None = Field(pattern=rf"^{LIMIT_NAME.pattern}$")
+    rate: str | None
+
+    @field_validator("rate")
+    @classmethod
+    def _check_rate(cls, given: str | None) -> str | None:
+        if given is not None:
+            read_rate(given)
+        return given
+
+    @model_validator(mode="after")
+    def _check_limit(self) -> Self:
+        if self.limit and not (self.max_concurrency or self.rate):
+            raise ValueError("limit needs max_concurrency= or rate=, the same in all its tools")
+        return self
 
     @field_validator("redact", mode="before")
     @classmethod
@@ -247,6 +282,9 @@ def tool(
     fallback_after: int = 3,
     final: bool = False,
     redact: Iterable[str] = (),
+    max_concurrency: int | None = None,
+    limit: str | None = None,
+    rate: str | None = None,
 ) -> Callable[[Callable[..., Any]], Tool]: ...
 def tool(
     function: Callable[..., Any] | None = None,
@@ -263,6 +301,9 @@ def tool(
     fallback_after: int = 3,
     final: bool = False,
     redact: Iterable[str] = (),
+    max_concurrency: int | None = None,
+    limit: str | None = None,
+    rate: str | None = None,
 ) -> Tool | Callable[[Callable[..., Any]], Tool]:
     """Make a function a tool: `@tool`, or `@tool(timeout=5, idempotent=True)`.
 
@@ -285,6 +326,9 @@ def tool(
             "fallback_after": fallback_after,
             "final": final,
             "redact": redact,
+            "max_concurrency": max_concurrency,
+            "limit": limit,
+            "rate": rate,
         },
     )
     return make if function is None else make(function)

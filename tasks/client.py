@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from runner.agents import Agents
 from runner.errors import InvalidInput, RedisUnavailable, ResultTimeout, RunFinished, RunNotFound
 from runner.keys import check_run_id
-from runner.loop import NextStep, answer_question, cancel_run
+from runner.loop import NextStep, Wait, answer_question, cancel_run
 from runner.models import Event, FinalResult, Limits, OnFinish, Principal, RunStatus, StopReason
 from runner.reader import scrub
 from runner.record import RunInfo
@@ -224,6 +224,7 @@ class Run:
         if not isinstance(reason, str):
             raise InvalidInput("the reason of a cancel is a text")
         ended = cancel_run(self._store, self.id, scrub(reason[:MAX_REASON_CHARS]))
+        publish(self._app, self._store, Wait(self.id))  # others may have the places that it held
         if ended.outcome is Outcome.STALE:
             raise RunNotFound(f"no run {self.id}: nothing to cancel")
         if ended.outcome is Outcome.ALREADY and ended.stop_reason is not StopReason.CANCELLED:

@@ -24,7 +24,7 @@ FOLDERS = {
 ROWS = [
     {"models"},
     {"errors", "failpoints", "background", "interrupt", "scripts", "render", "images", "redact"},
-    {"settings", "keys", "record", "schema", "reader", "profiles"},
+    {"settings", "keys", "record", "schema", "reader", "profiles", "limits"},
     {"tools", "store", "stream"},
     {"clarify", "nudge", "model", "invariants"},
     {"agents"},

@@ -77,6 +77,8 @@ def _describe_run_event(event: Event, style: Style) -> str:
         case "model.answered":
             return f"step {event.step} model answered: {_answered(data)}"
         case "run.waiting":
+            if data.get("reason") == "LIMIT":
+                return f"step {event.step} waits for a place under {_one_line(data.get('limit'))}"
             return f"step {event.step} waits {data.get('delay')} s: {data.get('reason')}"
         case "run.recovered":
             return f"step {event.step} recovered: its worker is gone"
@@ -101,6 +103,8 @@ def _describe_call_event(event: Event, style: Style) -> str:
         case "call.progress":
             return _progress(data)
         case "call.waiting":
+            if data.get("reason") == "LIMIT":
+                return f"waits for a place under {_one_line(data.get('limit'))}"
             return f"{_one_line(data.get('error'))}, again in {data.get('delay')} s"
         case "call.finished":
             error = _one_line(data.get("error"))

@@ -9,6 +9,9 @@
 -- KEYS[7] trace LIST
 -- KEYS[8] due ZSET
 -- KEYS[9] runs ZSET
+-- KEYS[10] slots ZSET, before the name of a limit
+-- KEYS[11] waiting ZSET, before the name of a limit
+-- KEYS[12] crowded SET
 -- ARGV[1] id of the run
 -- ARGV[2] epoch of the run as whoever ends it saw it, or empty: a cancel ends it whatever has happened
 -- ARGV[3] stop_reason to write
@@ -31,7 +34,7 @@
 -- ARGV[20] channel for the nudge
 -- ARGV[21] grace in ms, for the holder to deliver what the end was promised to
 -- ARGV[22] held 1 by the holder of the step, 0 from outside
--- Returns OK | ALREADY | STALE | FENCED, with the stop reason that stands, and 1 where its end was promised to somebody
+-- Returns OK | ALREADY | STALE | FENCED, with the stop reason that stands, and whether (1) its end was promised to somebody
 local status, phase, step, epoch, stop = unpack(
   redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'epoch', 'stop_reason'))
 if not status then
@@ -44,12 +47,15 @@ local held = ARGV[22] == '1'
 if ARGV[2] ~= '' and epoch ~= ARGV[2] or held and phase ~= 'model' then
   return {'FENCED'}
 end
+local places = {run = KEYS[1], due = KEYS[8], slots = KEYS[10], waiting = KEYS[11], crowded = KEYS[12]}
+local granted, leaving = {}, {}
 if phase == 'tools' then
   local count = numbers(KEYS[1], 'calls')
   for i = 0, count - 1 do
     if redis.call('HEXISTS', KEYS[4], i) == 0 then
       add_event(KEYS[6], ARGV[10], 'call.finished', step, step .. '.' .. i,
         '{"ok":false,"error":"CANCELLED"}')
+      leaving[ARGV[1] .. '.' .. step .. '.' .. i] = redis.call('HGET', KEYS[3], i .. '.limits') or nil
     end
   end
   append_results(KEYS[2], KEYS[3], KEYS[5], count, ARGV[8])
@@ -69,6 +75,11 @@ end
 add_usage(KEYS[1], ARGV[11], ARGV[12], ARGV[13], ARGV[14], ARGV[15], ARGV[16])
 redis.call('HSET', KEYS[1], 'status', 'finished', 'phase', 'ended', 'stop_reason', ARGV[3],
   'answer', ARGV[4], 'error', ARGV[5], 'limit', ARGV[6], 'ended', int(now), 'lease', 0)
+-- From here on none of its own calls is given a turn that another lets go.
+leave_model(places, ARGV[1] .. '.' .. step, ARGV[14], 0, false, granted)
+for holder, limits in pairs(leaving) do
+  free_places(places, limits, holder, granted)
+end
 local promised = redis.call('HGET', KEYS[1], 'promised') == '1'
 if promised then
   redis.call('ZADD', KEYS[8], int(held and now + tonumber(ARGV[21]) or now), ARGV[1])
@@ -85,4 +96,4 @@ keep_key(KEYS[1], ARGV[1], 2 * ARGV[9])
 if not held then
   redis.call('PUBLISH', ARGV[20], ARGV[1])
 end
-return {'OK', ARGV[3], promised and '1' or nil}
+return with_granted({'OK', ARGV[3], promised and 1 or 0}, granted)

@@ -8,6 +8,9 @@
 -- KEYS[6] events STREAM
 -- KEYS[7] trace LIST
 -- KEYS[8] due ZSET
+-- KEYS[9] slots ZSET, before the name of a limit
+-- KEYS[10] waiting ZSET, before the name of a limit
+-- KEYS[11] crowded SET
 -- ARGV[1] id of the run
 -- ARGV[2] step number
 -- ARGV[3] index of the call in its step
@@ -48,6 +51,9 @@ if redis.call('HEXISTS', KEYS[3], field .. 'decision') == 0 then
   return {'STALE'}
 end
 redis.call('HSET', KEYS[4], index, ARGV[6])
+local places = {run = KEYS[1], due = KEYS[8], slots = KEYS[9], waiting = KEYS[10], crowded = KEYS[11]}
+local granted = {}
+free_places(places, redis.call('HGET', KEYS[3], field .. 'limits'), ARGV[1] .. '.' .. step .. '.' .. index, granted)
 redis.call('HSET', KEYS[3], field .. 'state', 'done', field .. 'content', ARGV[7],
   field .. 'recorded_by', ARGV[12])
 if ARGV[8] ~= '' then
@@ -72,18 +78,18 @@ if redis.call('HLEN', KEYS[4]) < tonumber(count) then
   for next = 0, count - 1 do
     local state = redis.call('HGET', KEYS[3], next .. '.state')
     asked = asked or state == 'asked'
-    moving = moving or state == 'queued' or state == 'running'
+    moving = moving or state == 'queued' or state == 'running' or state == 'parked'
     if state == 'held' then
       redis.call('HSET', KEYS[3], next .. '.state', 'queued', next .. '.hinted', int(now))
       redis.call('ZADD', KEYS[8], 'LT', int(now + tonumber(ARGV[4])), ARGV[1])
       redis.call('HSET', KEYS[3], field .. 'turn', next)
-      return {'WAIT', next}
+      return with_granted({'WAIT', next}, granted)
     end
   end
   if asked and not moving then
     redis.call('HSET', KEYS[1], 'status', 'waiting')
   end
-  return {'WAIT'}
+  return with_granted({'WAIT'}, granted)
 end
 append_results(KEYS[2], KEYS[3], KEYS[5], count, '')
 redis.call('DEL', KEYS[3], KEYS[4])
@@ -91,4 +97,4 @@ redis.call('HINCRBY', KEYS[1], 'step', 1)
 redis.call('HSET', KEYS[1], 'phase', 'model', 'calls', 0, 'status', 'queued', 'hinted', int(now), 'hints', 1)
 redis.call('ZADD', KEYS[8], int(now + tonumber(ARGV[4])), ARGV[1])
 redis.call('HSET', KEYS[1], 'closed_by', ARGV[12])
-return {'LAST'}
+return with_granted({'LAST'}, granted)

@@ -1,6 +1,9 @@
 -- release_step: a holder that has to stop lets go of its step; that costs no attempt, a few times.
 -- KEYS[1] run HASH
 -- KEYS[2] due ZSET
+-- KEYS[3] slots ZSET, before the name of a limit
+-- KEYS[4] waiting ZSET, before the name of a limit
+-- KEYS[5] crowded SET
 -- ARGV[1] id of the run
 -- ARGV[2] epoch of the holder
 -- ARGV[3] grace in ms
@@ -10,7 +13,7 @@ local refused = refuse(KEYS[1])
 if refused then
   return refused
 end
-local phase, epoch, lease = unpack(redis.call('HMGET', KEYS[1], 'phase', 'epoch', 'lease'))
+local phase, epoch, lease, step = unpack(redis.call('HMGET', KEYS[1], 'phase', 'epoch', 'lease', 'step'))
 if epoch ~= ARGV[2] or phase ~= 'model' then
   return {'FENCED'}
 end
@@ -21,6 +24,9 @@ if redis.call('HINCRBY', KEYS[1], 'releases', 1) > tonumber(ARGV[4]) then
   -- Stopped again and again in the same step: from here on it counts like a death.
   redis.call('HINCRBY', KEYS[1], 'deaths', 1)
 end
+local places = {run = KEYS[1], due = KEYS[2], slots = KEYS[3], waiting = KEYS[4], crowded = KEYS[5]}
+local granted = {}
+leave_model(places, ARGV[1] .. '.' .. step, 0, 0, true, granted)
 redis.call('HSET', KEYS[1], 'status', 'queued', 'lease', 0, 'hinted', int(now), 'hints', 1)
 redis.call('ZADD', KEYS[2], int(now + tonumber(ARGV[3])), ARGV[1])
-return {'OK'}
+return with_granted({'OK'}, granted)
