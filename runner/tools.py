@@ -20,22 +20,15 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import datetime
 from types import FrameType, UnionType
-from typing import Annotated, Any, Generic, Self, TypeVar, Union, get_args, get_origin, overload
+from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin, overload
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
 from runner.errors import ToolDefinitionError, ToolError
 from runner.images import Image, take_images
 from runner.interrupt import Body, ToolInterrupted
-from runner.limits import LIMIT_NAME, read_rate, tool_limits
+from runner.limits import LIMIT_NAME, tool_limits
 from runner.models import Evidence, Frozen, Principal, ToolErrorInfo, ToolErrorType, ToolResult
 from runner.render import clean, cut, defuse, fence, render, render_error, to_json
 from runner.schema import (
@@ -242,19 +235,6 @@ class Options(Frozen):
     limit: str | None = Field(pattern=rf"^{LIMIT_NAME.pattern}$")
     rate: str | None
 
-    @field_validator("rate")
-    @classmethod
-    def _check_rate(cls, given: str | None) -> str | None:
-        if given is not None:
-            read_rate(given)
-        return given
-
-    @model_validator(mode="after")
-    def _check_limit(self) -> Self:
-        if self.limit and not (self.max_concurrency or self.rate):
-            raise ValueError("limit needs max_concurrency= or rate=, the same in all its tools")
-        return self
-
     @field_validator("redact", mode="before")
     @classmethod
     def _read_names(cls, given: object) -> object:
@@ -354,6 +334,7 @@ def _make_tool(
         raise ToolDefinitionError(f"tool {name}: {faults}", code="invalid_option") from None
     if checked.fallback is not None:
         _check_fallback(checked.fallback, function, name)
+    _check_limit(checked, name)
     description, about = split_docstring(inspect.getdoc(function) or "")
     if not description:
         raise ToolDefinitionError(
@@ -401,6 +382,18 @@ def _check_function(function: object) -> None:
         reason = f"{label} is a generator, and a call has one result: return a list"
     if reason is not None:
         raise ToolDefinitionError(f"tool: {reason}", code="unsupported_signature")
+
+
+def _check_limit(options: Options, name: str) -> None:
+    if options.limit and not (options.max_concurrency or options.rate):
+        raise ToolDefinitionError(
+            f"tool {name}: limit needs max_concurrency= or rate=, the same in all its tools",
+            code="invalid_option",
+        )
+    try:
+        tool_limits(name, options.max_concurrency, options.rate)
+    except ValueError as error:
+        raise ToolDefinitionError(f"tool {name}: {error}", code="invalid_option") from None
 
 
 def _check_fallback(fallback: Callable[..., Any], function: Callable[..., Any], name: str) -> None:

@@ -66,7 +66,7 @@ if limits then
   redis.call('HSETNX', KEYS[2], field .. 'order', arrival)
   if full then
     redis.call('HSET', KEYS[2], field .. 'state', 'parked', field .. 'lease', 0)
-    if not order then
+    if redis.call('HSETNX', KEYS[2], field .. 'waits', 1) == 1 then
       add_event(KEYS[4], ARGV[4], 'call.waiting', step, step .. '.' .. ARGV[2],
         '{"reason":"LIMIT","limit":"' .. full .. '"}')
     end

@@ -72,7 +72,7 @@ if count == 0 then
 end
 redis.call('DEL', KEYS[3], KEYS[4])
 local free = tonumber(ARGV[6])
-local hints, asked = {'OK'}, false
+local hints, asked, moving = {'OK'}, false, false
 for index = 0, count - 1 do
   local at = first_call + index * 10
   local call = step .. '.' .. index
@@ -97,17 +97,32 @@ for index = 0, count - 1 do
       redis.call('HSET', KEYS[3], field .. 'limits', ARGV[at + 9])
     end
     local state = 'held'
+    local full
     if free > 0 then
       state = 'queued'
       free = free - 1
-      hints[#hints + 1] = index
+      local order = int(arrival + index)
+      full = join_queues(places, ARGV[at + 9], ARGV[1] .. '.' .. call, order)
+      if full then
+        state = 'parked'
+        moving = true
+      else
+        hints[#hints + 1] = index
+      end
+      if ARGV[at + 9] ~= '' then
+        redis.call('HSET', KEYS[3], field .. 'order', order)
+      end
     end
     redis.call('HSET', KEYS[3], field .. 'state', state, field .. 'hinted', int(now), field .. 'hints', 1)
     add_event(KEYS[5], ARGV[5], 'call.queued', step, call, ARGV[at + 2])
+    if full then
+      redis.call('HSET', KEYS[3], field .. 'waits', 1)
+      add_event(KEYS[5], ARGV[5], 'call.waiting', step, call, '{"reason":"LIMIT","limit":"' .. full .. '"}')
+    end
   end
 end
 redis.call('HSET', KEYS[1], 'phase', 'tools', 'calls', count)
-if asked and #hints == 1 then
+if asked and #hints == 1 and not moving then
   redis.call('HSET', KEYS[1], 'status', 'waiting')
 end
 return with_granted(hints, granted)

@@ -162,28 +162,49 @@ local function grant_places(places, name, granted, all)
   end
 end
 
--- Takes a place under each of these limits until `ends`, or none at all: then the holder waits for those
--- that are full, and the first of them is the answer. `start` is unique to this attempt.
-local function take_places(places, limits, holder, start, order, ends, granted)
+-- Which of these limits have no place for a holder that came at `order`, and the first of them.
+local function find_full(places, limits, holder, start, order)
   local full, first = {}, nil
   for name, most, period in each_limit(limits) do
     local taken = count_taken(places, name)
-    local member = period == '' and holder or start
-    if not redis.call('ZSCORE', places.slots .. name, member) then
+    if not redis.call('ZSCORE', places.slots .. name, period == '' and holder or start) then
       local ahead = redis.call('ZCOUNT', places.waiting .. name, '-inf', int(order - 1))
       full[name] = taken + ahead >= tonumber(most)
       first = first or full[name] and name or nil
     end
   end
+  return full, first
+end
+
+local function stand_in_queue(places, name, holder, order)
+  redis.call('ZADD', places.waiting .. name, order, holder)
+  redis.call('PEXPIRE', places.waiting .. name, QUEUE_TTL)
+  redis.call('SADD', places.crowded, name)
+  redis.call('PEXPIRE', places.crowded, QUEUE_TTL)
+end
+
+-- Puts a call that nobody has begun in its place in the queues, so that only those whose turn it is need a
+-- hint. Answers the first limit that it has to wait for; nil where it has its turn.
+local function join_queues(places, limits, holder, order)
+  local full, first = find_full(places, limits, holder, '', order)
+  for name in each_limit(limits) do
+    if full[name] or not first then
+      stand_in_queue(places, name, holder, order)
+    end
+  end
+  return first
+end
+
+-- Takes a place under each of these limits until `ends`, or none at all: then the holder waits for those
+-- that are full, and the first of them is the answer. `start` is unique to this attempt.
+local function take_places(places, limits, holder, start, order, ends, granted)
+  local full, first = find_full(places, limits, holder, start, order)
   for name, _, period in each_limit(limits) do
     if not first then
       hold_place(places, name, period == '' and holder or start, period == '' and ends or now + period)
       redis.call('ZREM', places.waiting .. name, holder)
     elseif full[name] then
-      redis.call('ZADD', places.waiting .. name, order, holder)
-      redis.call('PEXPIRE', places.waiting .. name, QUEUE_TTL)
-      redis.call('SADD', places.crowded, name)
-      redis.call('PEXPIRE', places.crowded, QUEUE_TTL)
+      stand_in_queue(places, name, holder, order)
     elseif redis.call('ZREM', places.waiting .. name, holder) == 1 then
       -- It stood in the way of others here, and waits elsewhere now.
       grant_places(places, name, granted)

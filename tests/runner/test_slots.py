@@ -85,8 +85,8 @@ def cancel(store: RunStore, run_id: str) -> None:
 
 
 def admit(store: RunStore, record: RunRecord, **given: Any) -> Outcome:
-    given = {"endpoint": "host.model", "limits": ONE, "tokens_per_minute": 0} | given
-    return store.admit_step(record, **given)
+    usual: dict[str, Any] = {"endpoint": "host.model", "limits": ONE, "tokens_per_minute": 0}
+    return store.admit_step(record, **(usual | given))
 
 
 # --- what is there now -------------------------------------------------------------------------
@@ -100,14 +100,16 @@ def hints(store: RunStore) -> list[str]:
 
 
 def holders(store: RunStore, limit: str = "crm") -> list[str]:
-    return list(store.redis.zrange(keys.slots(limit), 0, -1))
+    redis: Any = store.redis
+    return list(redis.zrange(keys.slots(limit), 0, -1))
 
 
 def queue(store: RunStore, limit: str = "crm") -> list[str]:
-    return list(store.redis.zrange(keys.waiting(limit), 0, -1))
+    redis: Any = store.redis
+    return list(redis.zrange(keys.waiting(limit), 0, -1))
 
 
-def state(store: RunStore, run_id: str, index: int = 0) -> str | None:
+def state(store: RunStore, run_id: str, index: int = 0) -> Any:
     return store.redis.hget(keys.calls(run_id), f"{index}.state")
 
 
@@ -121,6 +123,31 @@ def end_all(store: RunStore, *run_ids: str) -> None:
 
 
 # --- taking and freeing a place ----------------------------------------------------------------
+
+
+def test_a_step_sends_hints_only_for_calls_that_have_a_place(store: RunStore) -> None:
+    two = {"crm": "2"}
+    open_run(store, "run-one-0", two, two, two, {}, two)
+    open_run(store, "run-two-0", two)
+
+    assert [state(store, "run-one-0", index) for index in range(5)] == [
+        "queued",
+        "queued",
+        "parked",
+        "queued",
+        "parked",
+    ]
+    assert queue(store) == [f"run-one-0.0.{n}" for n in (0, 1, 2, 4)] + ["run-two-0.0.0"]
+    assert waits(store, "run-two-0") == [{"reason": "LIMIT", "limit": "crm"}]
+    assert holders(store) == []
+
+
+def test_a_call_whose_hint_comes_late_keeps_its_turn(store: RunStore) -> None:
+    open_run(store, "run-one-0", ONE, ONE)
+
+    assert store.begin_call("run-one-0", 0, 1) is Outcome.PARKED
+
+    begin(store, "run-one-0", 0)
 
 
 def test_a_call_that_finds_no_place_is_parked_and_says_so_once(store: RunStore) -> None:
@@ -140,12 +167,10 @@ def test_a_call_that_finds_no_place_is_parked_and_says_so_once(store: RunStore) 
 def test_whoever_frees_a_place_is_told_whose_turn_it_is_and_a_repeat_tells_nobody_else(
     store: RunStore,
 ) -> None:
-    open_run(store, "run-one-0", ONE, ONE)
+    open_run(store, "run-one-0", ONE, {})
     open_run(store, "run-two-0", ONE)
     open_run(store, "run-three", ONE)
     begin(store, "run-one-0")
-    for run_id in ("run-two-0", "run-three"):
-        assert store.begin_call(run_id, 0, 0) is Outcome.PARKED
 
     assert record(store, "run-one-0") is Outcome.WAIT
     assert hints(store) == ["run-two-0.0.0"]
@@ -188,7 +213,7 @@ def test_a_call_takes_places_under_all_its_limits_or_under_none(store: RunStore)
     begin(store, "run-one-0", 0)
 
     assert store.begin_call("run-one-0", 0, 1) is Outcome.PARKED
-    assert (holders(store, "a"), queue(store, "a")) == ([], [])
+    assert holders(store, "a") == []
     begin(store, "run-one-0", 2)  # what waits for b keeps nobody from a
 
     record(store, "run-one-0", 0)
@@ -441,11 +466,11 @@ def test_a_rate_never_lets_more_start_within_any_period(make_store: MakeStore) -
 
 def test_each_start_of_a_call_counts_for_its_rate(store: RunStore) -> None:
     rate = {"rate.ping": "2/60000"}
-    open_run(store, "run-one-0", rate, rate)
+    open_run(store, "run-one-0", rate)
     for _ in range(2):
         assert store.retry_call(begin(store, "run-one-0"), delay=0, result=result()) is Outcome.OK
 
-    assert store.begin_call("run-one-0", 0, 1) is Outcome.PARKED
+    assert store.begin_call("run-one-0", 0, 0) is Outcome.PARKED
 
 
 # --- a model's limits --------------------------------------------------------------------------
