@@ -16,6 +16,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from runner.clarify import ask_user
 from runner.errors import AgentError, CeleriacError, UnknownAgent
+from runner.limits import find_quarrel
 from runner.models import (
     Evidence,
     Limits,
@@ -67,7 +68,8 @@ class Agent:
     `fallback_models` are asked, in order, when the one before is out. `prices` say what a model's
     tokens cost, by its name; `Limits(max_cost=)` needs them. `clarify` lets the model ask the user.
     `stream` tells followers an answer as it comes (`model.delta` events). `requires` are the scopes
-    that a principal needs to use the agent at all.
+    that a principal needs to use the agent at all. `model_concurrency` is how many steps ask the
+    same model at once in the whole fleet.
 
     With `compaction`, a conversation that doesn't fit the model's context is shown to it in part:
     by the server's word that it is too long or, with `context_tokens` (the model's context, which
@@ -94,6 +96,7 @@ class Agent:
     compaction: bool = False
     context_tokens: int | None = None
     summarize: bool = False
+    model_concurrency: int | None = None
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -103,16 +106,10 @@ class Agent:
         for name in ("tools", "fallback_models", "validators"):
             if isinstance(given := getattr(self, name), str) or not isinstance(given, Iterable):
                 raise AgentError(f"agent {self.name}: {name} is a list, such as {name}=[...]")
-        if self.response_retries < 0:
-            raise AgentError(f"agent {self.name}: response_retries must be 0 or more")
         if isinstance(self.requires, str):
             raise AgentError(f"agent {self.name}: requires is a set of scopes, such as {{'admin'}}")
         object.__setattr__(self, "requires", frozenset(self.requires))
-        if self.context_tokens is not None and self.context_tokens < MIN_CONTEXT_TOKENS:
-            raise AgentError(
-                f"agent {self.name}: context_tokens is the model's context, "
-                f"{MIN_CONTEXT_TOKENS} tokens or more"
-            )
+        self._check_numbers()
         tools = (*self.tools, ask_user) if self.clarify else self.tools
         object.__setattr__(self, "toolbox", Toolbox(tools))
         object.__setattr__(
@@ -135,6 +132,17 @@ class Agent:
                     f"agent {self.name}: max_cost needs prices for {which}: "
                     "prices={'model': Price(prompt=..., completion=...)}"
                 )
+
+    def _check_numbers(self) -> None:
+        if self.response_retries < 0:
+            raise AgentError(f"agent {self.name}: response_retries must be 0 or more")
+        if self.context_tokens is not None and self.context_tokens < MIN_CONTEXT_TOKENS:
+            raise AgentError(
+                f"agent {self.name}: context_tokens is the model's context, "
+                f"{MIN_CONTEXT_TOKENS} tokens or more"
+            )
+        if self.model_concurrency is not None and self.model_concurrency < 1:
+            raise AgentError(f"agent {self.name}: model_concurrency must be 1 or more")
 
     toolbox: Toolbox = field(init=False, repr=False, compare=False)
     output: TypeAdapter[Any] | None = field(init=False, repr=False, compare=False)
@@ -175,6 +183,7 @@ class Agents(Mapping[str, Agent]):
             known = self._agents.setdefault(agent.name, agent)
             if known is not agent:
                 raise AgentError(f"two agents are called {agent.name!r}; give one another name")
+        _check_limits(self._agents.values())
 
     def __getitem__(self, name: str) -> Agent:
         try:
@@ -191,6 +200,28 @@ class Agents(Mapping[str, Agent]):
 
     def __len__(self) -> int:
         return len(self._agents)
+
+
+def _check_limits(agents: Iterable[Agent]) -> None:
+    """Who shares a limit must agree on it: raises `AgentError` otherwise."""
+    known = list(agents)
+    shared = find_quarrel(each.limits for agent in known for each in agent.toolbox)
+    if shared is not None:
+        raise AgentError(
+            f"two tools give the limit {shared.removeprefix('rate.')!r} different sizes; give all "
+            "that share it the same max_concurrency and rate"
+        )
+    asked = find_quarrel(
+        {str(model): str(agent.model_concurrency)}
+        for agent in known
+        if agent.model_concurrency
+        for model in agent.models
+    )
+    if asked is not None:
+        raise AgentError(
+            f"two agents give model {asked!r} different limits; give them the same "
+            "model_concurrency"
+        )
 
 
 def load_agents(modules: Sequence[str]) -> Agents:

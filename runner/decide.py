@@ -174,6 +174,7 @@ def _open_call(
         and error is None
         and tool.needs_approval(call.arguments, principal),
         approval_timeout=tool.approval_timeout if tool is not None else None,
+        limits={} if tool is None else tool.limits,
     )
 
 

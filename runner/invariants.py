@@ -23,7 +23,7 @@ Message = dict[str, Any]
 NO_KEY, NO_TTL = -2, -1
 """What Redis answers instead of a TTL."""
 
-CALL_STATES = {"held", "queued", "running", "asked", "approval", "done"}
+CALL_STATES = {"held", "queued", "parked", "running", "asked", "approval", "done"}
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,7 @@ def _check_open_calls(look: Look) -> Iterator[str]:
     yield from _check_waiting(look, states)
     if look.call_count <= states["done"]:
         yield "every call has its result, but the step is still open"
-    in_flight = states["queued"] + states["running"]
+    in_flight = states["queued"] + states["parked"] + states["running"]
     most = (look.record.limits or Limits()).max_parallel_calls
     if in_flight > most:
         yield f"{in_flight} calls are in flight; the limit is {most}"
@@ -363,7 +363,7 @@ def _check_open_calls(look: Look) -> Iterator[str]:
 def _check_waiting(look: Look, states: Counter[str]) -> Iterator[str]:
     """A run waits for a person when nothing else moves, and only then."""
     asked = states["asked"] + states["approval"]
-    moving = states["held"] + states["queued"] + states["running"]
+    moving = states["held"] + states["queued"] + states["parked"] + states["running"]
     waits = look.record.status is RunStatus.WAITING
     if waits != (asked > 0 and moving == 0):
         yield f"it is {look.record.status}, with {asked} calls for a person and {moving} that move"

@@ -18,6 +18,9 @@ AGENTS = "celeriac:agents"
 AGENTS_SEEN = "celeriac:agents:seen"
 """ZSET agent name -> seconds at which a worker last announced it: one that left is forgotten."""
 
+CROWDED = "celeriac:crowded"
+"""SET of the limits that something waits for."""
+
 NUDGE = "celeriac:nudge"
 """Channel that carries the id of a run that was ended from outside: its holders let go at once."""
 
@@ -87,6 +90,21 @@ def seen(queue: str) -> str:
 def suspect(process: str) -> str:
     """STRING key of a run: whose step this process tries for the last time before it is poison."""
     return f"celeriac:suspect:{process}"
+
+
+def slots(limit: str) -> str:
+    """ZSET holder -> ms from which its place is free again, for one concurrency limit or rate."""
+    return f"celeriac:slots:{limit}"
+
+
+def waiting(limit: str) -> str:
+    """ZSET holder -> microsecond of its arrival: what is parked until a place is free."""
+    return f"celeriac:waiting:{limit}"
+
+
+def pace(endpoint: str) -> str:
+    """HASH: until when nobody asks this model, and how far its tokens of a minute are used."""
+    return f"celeriac:pace:{endpoint}"
 
 
 def ping(token: str) -> str:

@@ -48,6 +48,7 @@ from runner.errors import CeleriacError, InvalidInput, ModelError, RedisUnavaila
 from runner.failpoints import Point, reach
 from runner.guards import look_at_progress
 from runner.images import image_parts
+from runner.limits import model_limits, name_endpoint
 from runner.model import OpenAIModel, retry_delay
 from runner.models import (
     Decided,
@@ -254,6 +255,10 @@ class Loop:
         if missing := missing_scopes(agent.requires, record.principal):
             return self._deny_agent(record, missing)
         record = self._adopt_limits(record) or record
+        admitted = self._admit(agent, record)
+        if admitted is not Outcome.OK:
+            parked = admitted is Outcome.PARKED
+            return Wait(record.run_id) if parked else self._let_go(record, admitted)
         history = self.store.read_messages(record.run_id)
         most = _limits(record).max_repeats
         asked.progress = look_at_progress(history, most)
@@ -305,6 +310,21 @@ class Loop:
         )
         message = f"the step failed with {name}; the worker's log says where"
         return self._fail(record, RunErrorType.CONFIG_ERROR, message, asked)
+
+    def _admit(self, agent: Agent, record: RunRecord) -> Outcome:
+        """Whether the step may ask its model now, by what all workers share; else it is parked."""
+        requests = self.settings.model_requests_per_minute
+        tokens = self.settings.model_tokens_per_minute
+        if not (agent.model_concurrency or requests or tokens):
+            return Outcome.OK
+        model, name = self._model_of(agent, record)
+        endpoint = name_endpoint(getattr(model, "address", ""), name)
+        return self.store.admit_step(
+            record,
+            endpoint=endpoint,
+            limits=model_limits(endpoint, agent.model_concurrency, requests),
+            tokens_per_minute=tokens,
+        )
 
     def _adopt_limits(self, record: RunRecord) -> RunRecord | None:
         """The record with its agent's limits; None where it has its own, or nobody knows any."""
@@ -577,6 +597,7 @@ class Loop:
             event=event | {"delay": round(delay, 3)},
             switch=switch,
             warning=warn_of_budgets(agent, record, _limits(record), asked.usage, [], 0),
+            pause=error.retry_after or 0.0 if error.type is RunErrorType.RATE_LIMITED else 0.0,
         )
         return Wait(record.run_id) if outcome is Outcome.OK else self._let_go(record, outcome)
 
@@ -880,9 +901,19 @@ def _hide(exchange: dict[str, Any], hidden: frozenset[str]) -> dict[str, Any]:
         view = request["view"]
         request["view"] = {k: redact(v, hidden) if k == "note" else v for k, v in view.items()}
     shown = exchange | {"request": request}
-    for key in ("response", "reply"):
-        if key in exchange:
-            shown[key] = redact(exchange[key], hidden)
+    if "response" in exchange:
+        shown["response"] = redact(exchange["response"], hidden)
+    if "reply" in exchange:
+        shown["reply"] = _hide_reply(exchange["reply"], hidden)
+    return shown
+
+
+def _hide_reply(reply: dict[str, Any], hidden: frozenset[str]) -> dict[str, Any]:
+    shown = {key: each if key == "calls" else redact(each, hidden) for key, each in reply.items()}
+    if "calls" in reply:
+        shown["calls"] = [
+            {key: redact(each, hidden) for key, each in call.items()} for call in reply["calls"]
+        ]
     return shown
 
 

@@ -21,6 +21,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import aclosing, suppress
 from email.utils import parsedate_to_datetime
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 from tenacity import RetryCallState, Retrying, stop_after_attempt, wait_exponential_jitter
@@ -464,6 +465,11 @@ class OpenAIModel:
     def profile(self) -> Profile:
         """What this model's server wants differently."""
         return self._profile or profile_for(self._read_url())
+
+    @property
+    def address(self) -> str:
+        """Host and port of the server, without credentials: what its limits are called after."""
+        return urlsplit(self._read_url()).netloc.rpartition("@")[2]
 
     async def respond(self, request: ModelRequest) -> ModelReply:
         """Make one attempt, `request.timeout` seconds in all. Cancelling it closes the request."""

@@ -61,7 +61,7 @@ FAR = 10 * 365 * 86_400_000
 VOLATILE = {"epoch", "at", "duration_ms", "agent", "hidden"}
 """What differs each time that an entry is made, or is told on its own."""
 
-OPEN_STATES = ("asked", "approval", "held", "queued")
+OPEN_STATES = ("asked", "approval", "held", "parked", "queued")
 """States of a call that hasn't its result yet."""
 
 PLAIN_FIELDS = ("kind", "type", "stop_reason", "limit", "name", "model")
@@ -231,6 +231,9 @@ class _ReplayLoop(Loop):
     def _model_name(self, model: str | Model | None) -> str:
         # A setting of the worker that made the step; two workers needn't have the same.
         return self.default_model if model is None else super()._model_name(model)
+
+    def _admit(self, agent: Agent, record: RunRecord) -> Outcome:  # noqa: ARG002 - it had its turn
+        return Outcome.OK
 
     def _stop(self, record: RunRecord, outcome: Outcome) -> Next:
         # After a fatal result others may have come, before the end did: that has its own place.
@@ -452,12 +455,16 @@ class _Player:
 
     def _say_last(self) -> None:
         """Send what the user had said, and no step had read, when the run ended."""
+        said = self._left_unread()
+        self._say(said[int(self.redis.llen(keys.inbox(self.run_id))) :])
+
+    def _left_unread(self) -> tuple[Entry, ...]:
+        """What the user had said behind the last block, if anything."""
         left = self.recording.messages[self._length() :]
         behind = itertools.dropwhile(
             lambda each: each["role"] == "tool" or isinstance(each["content"], list), left
         )
-        said = tuple(itertools.takewhile(lambda each: each["role"] == "user", behind))
-        self._say(said[int(self.redis.llen(keys.inbox(self.run_id))) :])
+        return tuple(itertools.takewhile(lambda each: each["role"] == "user", behind))
 
     def _say(self, messages: Sequence[Entry]) -> None:
         for message in messages:
@@ -542,6 +549,7 @@ class _Player:
             return
         # It was approved before, and had its turn; who waited for whom is in no trace.
         self.redis.hset(keys.calls(self.run_id), f"{index}.state", "queued")
+        self.redis.hdel(keys.calls(self.run_id), f"{index}.limits")
         tool, attempt = self.agent.toolbox.get(result.name), result.attempt
         if entry["kind"] == "result" and tool is not None:
             # Attempts that died left no entry. Of a result that stands nobody knows whether it was
@@ -597,6 +605,10 @@ class _Player:
         record = self.recording.run
         if record.stop_reason is not None:
             self._end(record.stop_reason, record.error)
+            return
+        # A step that has begun, and has no answer yet, has read what the user had said.
+        for message in self._left_unread():
+            self.redis.rpush(keys.messages(self.run_id), dump(message))
 
     def _end(self, stop_reason: StopReason, error: RunError | None) -> None:
         """End the run as it had ended, unless it has done so by itself."""

@@ -33,6 +33,8 @@ class Settings:
     settings to add to a worker's. `lease` is how long a silent attempt is presumed alive,
     `renew_every` its heartbeat.
     `drain` is how long a stopping worker lets what runs finish before others take it over.
+    `tools_concurrency` is how many tool calls run at once in the whole fleet, and the requests and
+    tokens a minute are those of one model endpoint, shared by all workers; 0 is no limit.
     `hint_grace` is how long a published hint may take before recovery asks where it is.
     `max_result_chars` is how much of a result that was cut for the model is kept for the user.
     `retention_by_stop_reason` holds texts such as `ERROR=604800`, for ends that are to be read for
@@ -57,6 +59,9 @@ class Settings:
     max_result_chars: int = 5_000_000
     celery_config: str = ""
     redact: tuple[str, ...] = ()
+    tools_concurrency: int = 0
+    model_requests_per_minute: int = 0
+    model_tokens_per_minute: int = 0
     allow_insecure_redis: bool = False
     allow_unlimited_tools: bool = False
     retention_by_stop_reason: tuple[str, ...] = ()
@@ -73,6 +78,9 @@ class Settings:
         for name in (*positive, "retention", "max_events", "max_goal_chars"):
             if not 0 < getattr(self, name) < LONGEST:
                 raise SettingsError(f"{_variable(name)} must be greater than 0, and finite")
+        for name in ("tools_concurrency", "model_requests_per_minute", "model_tokens_per_minute"):
+            if not 0 <= getattr(self, name) < LONGEST:
+                raise SettingsError(f"{_variable(name)} must be 0 (no limit) or more, and finite")
         for name in ("drain", "max_result_chars"):
             if not 0 <= getattr(self, name) < LONGEST:
                 raise SettingsError(f"{_variable(name)} must be 0 or more, and finite")

@@ -13,8 +13,9 @@ import os
 import socket
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
@@ -27,6 +28,7 @@ from redis.retry import Retry as RedisRetry
 
 from runner import keys
 from runner.errors import RedisUnavailable, RunNotFound, SchemaError
+from runner.limits import QUEUE_LIMIT, write_limits
 from runner.models import (
     SCHEMA_VERSION,
     Approval,
@@ -89,6 +91,12 @@ MAX_LOOK_WAIT = 60.0
 PAGE = 500
 """Runs whose tenant is looked up in one request."""
 
+MAX_CROWDED = 50
+"""Limits that one look for free places takes in at most, drawn at random."""
+
+LIMIT_KEYS = [keys.slots(""), keys.waiting(""), keys.CROWDED]
+"""Where the places of limits are; a script puts a limit's name behind the first two."""
+
 REFUSES_FOR_NOW = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY")
 """How the errors start that redis-py has no class for and that pass."""
 
@@ -120,6 +128,7 @@ class Outcome(StrEnum):
     LOST = "LOST"
     NEWER = "NEWER"
     OK = "OK"
+    PARKED = "PARKED"
     POISONED = "POISONED"
     STALE = "STALE"
     STEP = "STEP"
@@ -168,6 +177,8 @@ class OpenCall:
 
     `question`: it is for the user, whose reply is its result; no worker runs it.
     `needs_approval`: none does before somebody has approved it, within `approval_timeout` seconds.
+    `limits` are those that it needs a place of, by name: how many at once, or for a rate
+    `<starts>/<ms>`.
     """
 
     provider_id: str
@@ -177,6 +188,7 @@ class OpenCall:
     question: str | None = None
     needs_approval: bool = False
     approval_timeout: float | None = None
+    limits: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -218,7 +230,9 @@ def connect(url: str) -> redis.Redis:
 class RunStore:
     """Reads and moves runs. One client for each process id, made on first use, never forked.
 
-    `client` hands in one made elsewhere (tests on fakeredis).
+    `client` hands in one made elsewhere (tests on fakeredis). `granted` are the holders (step or
+    call, as in `keys.trace_id`) that a transition has given their turn, and whose hints whoever
+    made the transition is to publish.
     """
 
     def __init__(self, settings: Settings, client: redis.Redis | None = None) -> None:
@@ -226,6 +240,7 @@ class RunStore:
         self._given = client
         self._clients: dict[tuple[int, str], redis.Redis] = {}
         self._scripts: dict[int, dict[str, Any]] = {}
+        self.granted: deque[str] = deque()
 
     def _client(self, url: str) -> redis.Redis:
         key = os.getpid(), url
@@ -365,6 +380,7 @@ class RunStore:
                 keys.whole(run_id),
                 keys.inbox(run_id),
                 keys.sent(run_id),
+                *LIMIT_KEYS,
             ],
             [
                 run_id,
@@ -576,7 +592,36 @@ class RunStore:
 
     def renew_step(self, run_id: str, epoch: int) -> Outcome:
         """The heartbeat of a step's holder."""
-        return self._word("renew_step", [keys.run(run_id)], [epoch, ms(self.settings.lease)])
+        return self._word(
+            "renew_step",
+            [keys.run(run_id), keys.DUE, *LIMIT_KEYS],
+            [epoch, ms(self.settings.lease), run_id],
+        )
+
+    def admit_step(
+        self, record: RunRecord, *, endpoint: str, limits: Mapping[str, str], tokens_per_minute: int
+    ) -> Outcome:
+        """Let a step ask its model (`OK`), or park it until the model's limits allow it."""
+        run_id = record.run_id
+        return self._word(
+            "admit_step",
+            [
+                keys.run(run_id),
+                keys.events(run_id),
+                keys.DUE,
+                keys.pace(endpoint),
+                *LIMIT_KEYS,
+            ],
+            [
+                run_id,
+                record.step,
+                record.epoch,
+                write_limits(limits),
+                tokens_per_minute,
+                self.settings.max_events,
+                ms(MAX_LOOK_WAIT),
+            ],
+        )
 
     def commit_step(
         self,
@@ -608,6 +653,7 @@ class RunStore:
                 dump(result_trace(record.step, result, hidden)) if result else "",
                 call.decision.name,
                 _who_acts(call),
+                self._limits_of(call),
             ]
         reply = self._run(
             "commit_step",
@@ -619,6 +665,7 @@ class RunStore:
                 keys.events(run_id),
                 keys.trace(run_id),
                 keys.DUE,
+                *LIMIT_KEYS,
             ],
             [
                 run_id,
@@ -651,15 +698,17 @@ class RunStore:
         attempts: int = 1,
         switch: bool = False,
         warning: Mapping[str, Any] | None = None,
+        pause: float = 0.0,
     ) -> Outcome:
         """Let go of a step for `delay` seconds; recovery brings it back.
 
-        `switch`: the agent's next model takes over, with attempts of its own.
+        `switch`: the agent's next model takes over, with attempts of its own. `pause`: seconds for
+        which no step is to ask this model, where its limits are shared (`admit_step`).
         """
         run_id = record.run_id
         return self._word(
             "park_step",
-            [keys.run(run_id), keys.events(run_id), keys.trace(run_id), keys.DUE],
+            [keys.run(run_id), keys.events(run_id), keys.trace(run_id), keys.DUE, *LIMIT_KEYS],
             [
                 run_id,
                 record.step,
@@ -672,6 +721,7 @@ class RunStore:
                 attempts,
                 int(switch),
                 dump(warning) if warning else "",
+                ms(pause),
             ],
         )
 
@@ -694,6 +744,8 @@ class RunStore:
                 keys.results(run_id),
                 keys.events(run_id),
                 keys.seen(TOOLS_QUEUE),
+                keys.DUE,
+                *LIMIT_KEYS,
             ],
             [
                 step,
@@ -702,6 +754,7 @@ class RunStore:
                 self.settings.max_events,
                 self._attempt_id(),
                 SCHEMA_VERSION,
+                run_id,
             ],
         )
         if len(reply) == 1:
@@ -713,8 +766,8 @@ class RunStore:
         run_id = call.record.run_id
         return self._word(
             "renew_call",
-            [keys.run(run_id), keys.calls(run_id)],
-            [call.record.step, call.index, call.epoch, ms(self.settings.lease)],
+            [keys.run(run_id), keys.calls(run_id), keys.DUE, *LIMIT_KEYS],
+            [call.record.step, call.index, call.epoch, ms(self.settings.lease), run_id],
         )
 
     def retry_call(
@@ -739,6 +792,7 @@ class RunStore:
                 keys.events(run_id),
                 keys.trace(run_id),
                 keys.DUE,
+                *LIMIT_KEYS,
             ],
             [
                 run_id,
@@ -791,6 +845,7 @@ class RunStore:
                 keys.trace(run_id),
                 keys.DUE,
                 keys.whole(run_id),
+                *LIMIT_KEYS,
             ],
             [
                 run_id,
@@ -849,7 +904,7 @@ class RunStore:
         """
         return self._word(
             "release_step",
-            [keys.run(record.run_id), keys.DUE, keys.trace(record.run_id)],
+            [keys.run(record.run_id), keys.DUE, keys.trace(record.run_id), *LIMIT_KEYS],
             [
                 record.run_id,
                 record.epoch,
@@ -869,7 +924,7 @@ class RunStore:
         """
         reply = self._run(
             "lose_call",
-            [keys.run(run_id), keys.calls(run_id), keys.DUE],
+            [keys.run(run_id), keys.calls(run_id), keys.DUE, *LIMIT_KEYS],
             [
                 run_id,
                 step,
@@ -916,6 +971,23 @@ class RunStore:
         """Put every run that hasn't ended and isn't due back into `due`; answers how many."""
         return int(self._run("sweep_runs", [keys.RUNS, keys.DUE], [])[1])
 
+    def grant_slots(self, longest: float = 1.0) -> float:
+        """Give places that are free again to what waits for them; the hints are in `granted`.
+
+        Answers in how many seconds to look again: at most `longest`, or when a place gets free.
+        """
+        reply = self._run(
+            "grant_slots",
+            [keys.run(""), *LIMIT_KEYS, keys.DUE],
+            [MAX_CROWDED, ms(longest)],
+        )
+        return int(reply[1]) / 1000
+
+    def _limits_of(self, call: OpenCall) -> str:
+        """A call's limits as its record has them: those of its tool, and that of the queue."""
+        most = self.settings.tools_concurrency
+        return write_limits({**call.limits, **({QUEUE_LIMIT: str(most)} if most else {})})
+
     def recover_run(self, run_id: str) -> Lost:
         """Find a due run's lost hints, and set when it is due again."""
         reply = self._run(
@@ -930,6 +1002,8 @@ class RunStore:
                 TOOLS_QUEUE,
                 keys.RUNS,
                 keys.messages(run_id),
+                keys.waiting(""),
+                keys.CROWDED,
             ],
             [
                 run_id,
@@ -1196,6 +1270,8 @@ class RunStore:
             }
         with reporting_redis_errors():
             reply: list[Any] = scripts[name](keys=key_names, args=args)
+        if isinstance(reply[-1], list) and reply[-1][:1] == ["granted"]:
+            self.granted.extend(reply.pop()[1:])
         reply[0] = Outcome(reply[0])
         return reply
 
@@ -1284,7 +1360,7 @@ def _recorded(
         entry["decided"] = decided.model_dump(mode="json", exclude_none=True)
     if fatal is not None:
         entry["fatal"] = True
-    if images := [digest(dump(each)) for each in parts if each["type"] == "image_url"]:
+    if images := [digest(dump(each)) for each in parts if each.get("type") == "image_url"]:
         entry["images"] = images
     return entry
 

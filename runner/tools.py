@@ -34,6 +34,7 @@ from pydantic.fields import FieldInfo
 from runner.errors import ToolDefinitionError, ToolError
 from runner.images import Image, take_images
 from runner.interrupt import Body, ToolInterrupted
+from runner.limits import LIMIT_NAME, tool_limits
 from runner.models import Evidence, Frozen, Principal, ToolErrorInfo, ToolErrorType, ToolResult
 from runner.render import clean, cut, defuse, dump_json, fence, render, render_error, to_json
 from runner.schema import (
@@ -140,6 +141,9 @@ class Tool:
     call before it runs, or those calls for which this function of the arguments (as the tool gets
     them) and the principal doesn't return False; where nobody does within `approval_timeout`
     seconds, it is denied.
+
+    `max_concurrency` is how many calls of it run at once in the whole fleet, and `rate` how many
+    start in a time, such as `10/s`; tools with the same `limit` share both.
     """
 
     name: str
@@ -162,6 +166,9 @@ class Tool:
     approval: bool | ApprovalRule = False
     approval_timeout: float | None = None
     keep: tuple[str, ...] = ()
+    max_concurrency: int | None = None
+    limit: str | None = None
+    rate: str | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -169,6 +176,11 @@ class Tool:
     @property
     def parameters(self) -> dict[str, Any]:
         return deepcopy(self.arguments.schema)
+
+    @property
+    def limits(self) -> dict[str, str]:
+        """The limits across the fleet that a call of it needs a place of, by name."""
+        return tool_limits(self.limit or self.name, self.max_concurrency, self.rate)
 
     def definition(self) -> dict[str, Any]:
         """The tool as the `tools` of a chat-completions request list it."""
@@ -265,6 +277,9 @@ class Options(Frozen):
     approval: bool | Callable[..., Any]
     approval_timeout: float | None = Field(gt=0, allow_inf_nan=False)
     keep: tuple[str, ...]
+    max_concurrency: int | None = Field(ge=1)
+    limit: str | None = Field(pattern=rf"^{LIMIT_NAME.pattern}$")
+    rate: str | None
 
     @field_validator("redact", "requires", mode="before")
     @classmethod
@@ -304,6 +319,9 @@ def tool(
     approval: bool | ApprovalRule = False,
     approval_timeout: float | None = None,
     keep: Iterable[str] = (),
+    max_concurrency: int | None = None,
+    limit: str | None = None,
+    rate: str | None = None,
 ) -> Callable[[Callable[..., Any]], Tool]: ...
 def tool(
     function: Callable[..., Any] | None = None,
@@ -324,6 +342,9 @@ def tool(
     approval: bool | ApprovalRule = False,
     approval_timeout: float | None = None,
     keep: Iterable[str] = (),
+    max_concurrency: int | None = None,
+    limit: str | None = None,
+    rate: str | None = None,
 ) -> Tool | Callable[[Callable[..., Any]], Tool]:
     """Make a function a tool: `@tool`, or `@tool(timeout=5, idempotent=True)`.
 
@@ -350,6 +371,9 @@ def tool(
             "approval": approval,
             "approval_timeout": approval_timeout,
             "keep": keep,
+            "max_concurrency": max_concurrency,
+            "limit": limit,
+            "rate": rate,
         },
     )
     return make if function is None else make(function)
@@ -376,6 +400,7 @@ def _make_tool(
     _check_approval(checked, name)
     if checked.fallback is not None:
         _check_fallback(checked.fallback, function, name)
+    _check_limit(checked, name)
     description, about = split_docstring(inspect.getdoc(function) or "")
     if not description:
         raise ToolDefinitionError(
@@ -438,6 +463,18 @@ def _check_approval(options: Options, name: str) -> None:
             wrong = "approval: it is True, or a function of (arguments, principal)"
     if wrong is not None:
         raise ToolDefinitionError(f"tool {name}: {wrong}", code="invalid_option")
+
+
+def _check_limit(options: Options, name: str) -> None:
+    if options.limit and not (options.max_concurrency or options.rate):
+        raise ToolDefinitionError(
+            f"tool {name}: limit needs max_concurrency= or rate=, the same in all its tools",
+            code="invalid_option",
+        )
+    try:
+        tool_limits(name, options.max_concurrency, options.rate)
+    except ValueError as error:
+        raise ToolDefinitionError(f"tool {name}: {error}", code="invalid_option") from None
 
 
 def _check_fallback(fallback: Callable[..., Any], function: Callable[..., Any], name: str) -> None:

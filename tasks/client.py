@@ -25,7 +25,15 @@ from runner.errors import (
 )
 from runner.fork import fork_run
 from runner.keys import check_run_id
-from runner.loop import Finish, NextStep, answer_question, approve_call, cancel_run, deny_call
+from runner.loop import (
+    Finish,
+    NextStep,
+    Wait,
+    answer_question,
+    approve_call,
+    cancel_run,
+    deny_call,
+)
 from runner.models import (
     Approval,
     Event,
@@ -379,6 +387,7 @@ class Run:
         if not isinstance(reason, str):
             raise InvalidInput("the reason of a cancel is a text")
         ended = cancel_run(self._store, self.id, scrub(reason[:MAX_REASON_CHARS]))
+        publish(self._app, self._store, Wait(self.id))  # others may have the places that it held
         if ended.outcome is Outcome.STALE:
             raise RunNotFound(f"no run {self.id}: nothing to cancel")
         if ended.outcome is Outcome.ALREADY and ended.stop_reason is not StopReason.CANCELLED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -25,6 +26,7 @@ PING = "celeriac.ping"
 def publish(app: Celery, store: RunStore, next: Next) -> None:
     """Send what a transition answered. What can't be sent is no loss: the run is in `due`."""
     try:
+        publish_granted(app, store)
         match next:
             case NextStep(run_id, step):
                 _send(app, STEP, STEPS_QUEUE, run_id, (run_id, step))
@@ -44,6 +46,15 @@ def publish(app: Celery, store: RunStore, next: Next) -> None:
             next.run_id,
             type(error).__name__,
         )
+
+
+def publish_granted(app: Celery, store: RunStore) -> None:
+    """Send the hints of whatever got its turn by a transition made here: a place is free."""
+    with contextlib.suppress(IndexError):  # other threads take from it too
+        while True:
+            run_id, step, *index = store.granted.popleft().split(".")
+            name, queue = (CALL_TOOL, TOOLS_QUEUE) if index else (STEP, STEPS_QUEUE)
+            _send(app, name, queue, run_id, (run_id, int(step), *map(int, index)))
 
 
 def _send(app: Celery, name: str, queue: str, run_id: str, args: tuple[Any, ...]) -> None:

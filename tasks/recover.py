@@ -10,13 +10,17 @@ from celery import Celery
 
 from runner.errors import CeleriacError, SchemaError
 from runner.loop import Loop, Skip
-from tasks.hints import publish
+from tasks.hints import publish, publish_granted
 
 logger = logging.getLogger(__name__)
 
 
 SWEEP_EVERY = 60.0
 """Seconds between two looks at whether every unfinished run is in `due`, as it should be."""
+
+
+SHORTEST = 0.02
+"""Seconds between two looks at least."""
 
 
 class Recoverer:
@@ -53,6 +57,12 @@ class Recoverer:
                 logger.warning("run=%s can't be recovered: %s", run_id, type(error).__name__)
         return len(run_ids)
 
+    def grant_slots(self) -> float:
+        """Give free places to what waits for them; answers in how many seconds to look again."""
+        wait = self._loop.store.grant_slots(self._every)
+        publish_granted(self._app, self._loop.store)
+        return wait
+
     def _sweep(self) -> None:
         """Announce the agents (again: Redis may have lost them), and care for what nobody does."""
         store, agents = self._loop.store, self._loop.agents
@@ -66,15 +76,18 @@ class Recoverer:
     def _run(self) -> None:
         sweep_at = 0.0
         while not self._stopped.is_set():
+            wait = self._every
             try:
                 if time.monotonic() >= sweep_at:
                     self._sweep()
                     sweep_at = time.monotonic() + SWEEP_EVERY
                 while self.recover_due() and not self._stopped.is_set():
                     pass
+                # Not later than a place gets free: nobody tells of one whose holder died.
+                wait = max(SHORTEST, self.grant_slots())
             except CeleriacError as error:
                 logger.warning("recovery: %s", error)
             except Exception:
                 # Without this thread a lost hint is lost for good: it must survive anything.
                 logger.exception("recovery failed; next look in %s s", self._every)
-            self._stopped.wait(self._every)
+            self._stopped.wait(wait)

@@ -24,7 +24,7 @@ FOLDERS = {
 ROWS = [
     {"models"},
     {"errors", "failpoints", "background", "interrupt", "scripts", "render", "images", "redact"},
-    {"settings", "keys", "record", "schema", "reader", "profiles", "view"},
+    {"settings", "keys", "record", "schema", "reader", "profiles", "view", "limits"},
     {"tools", "store", "stream", "replies"},
     {"clarify", "nudge", "model", "invariants", "approvals", "recording"},
     {"agents"},

@@ -597,6 +597,9 @@ def test_the_life_of_a_call_has_its_states_and_its_transitions() -> None:
             r"(?:'\.state'|'state'|local state|^ *state)(?:,| =) '(\w+)'", script.body, re.MULTILINE
         )
     }
+    # Whoever frees a place wakes a parked call; the chart has the one that does only that.
+    assert "prefix .. 'state', 'queued'" in (ROOT / "runner" / "lua" / "prelude.lua").read_text()
+    written.add(("grant_slots", "queued"))
     assert {(name, end) for _, end, name in found if end != "[*]"} == written
 
 

@@ -16,9 +16,10 @@ from celery.worker.control import revoke as celery_revoke
 
 from runner.errors import CeleriacError
 from runner.keys import RUN_ID
-from runner.loop import cancel_run
+from runner.loop import Wait, cancel_run
 from runner.models import StopReason
 from runner.store import Outcome, RunStore
+from tasks.hints import publish
 from tasks.requests import REVOKED
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ def replace_revoke(store: RunStore) -> None:
         """Cancel the runs that these task ids belong to; any other id is left to Celery."""
         ids = list(task_id) if isinstance(task_id, list | tuple | set) else [task_id]
         ended = [each for each in ids if _end_run(store, str(each))]
+        for each in ended:
+            publish(state.app, store, Wait(str(each)))  # others may have the places that it held
         others = [each for each in ids if each not in ended]
         if not others:
             return {"ok": f"runs of tasks {ended} cancelled, or ended before"}

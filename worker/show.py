@@ -101,6 +101,8 @@ def _describe_run_event(event: Event, style: Style) -> str:
 def _waits(event: Event) -> str:
     if event.step is None:
         return "run waits for the one before it in its conversation"
+    if event.data.get("reason") == "LIMIT":
+        return f"step {event.step} waits for a place under {_one_line(event.data.get('limit'))}"
     return f"step {event.step} waits {event.data.get('delay')} s: {event.data.get('reason')}"
 
 
@@ -118,6 +120,8 @@ def _describe_call_event(event: Event, style: Style) -> str:
         case "call.progress":
             return _progress(data)
         case "call.waiting":
+            if data.get("reason") == "LIMIT":
+                return f"waits for a place under {_one_line(data.get('limit'))}"
             return f"{_one_line(data.get('error'))}, again in {data.get('delay')} s"
         case "call.finished":
             error = _one_line(data.get("error"))

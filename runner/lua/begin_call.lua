@@ -1,17 +1,23 @@
 -- begin_call: takes the epoch and the lease of a call's next attempt, if the call may be started.
--- A call whose last holder died is started again only while it has starts left.
+-- A call whose last holder died is started again only while it has starts left. One that finds no place under
+-- one of its limits is parked until it has its turn.
 -- KEYS[1] run HASH
 -- KEYS[2] calls HASH
 -- KEYS[3] results HASH
 -- KEYS[4] events STREAM
 -- KEYS[5] seen STRING
+-- KEYS[6] due ZSET
+-- KEYS[7] slots ZSET, before the name of a limit
+-- KEYS[8] waiting ZSET, before the name of a limit
+-- KEYS[9] crowded SET
 -- ARGV[1] step number
 -- ARGV[2] index of the call in its step
 -- ARGV[3] lease in ms
 -- ARGV[4] max_events kept in the stream
 -- ARGV[5] attempt id, so that the same request sent twice gets the same answer
 -- ARGV[6] schema that the worker can read
--- Returns OK | STALE | CANCELLED | DUPLICATE | EXPIRED | BUSY | LOST | POISONED | NEWER, with now, the call's decision, starts and epoch, and the record
+-- ARGV[7] id of the run
+-- Returns OK | STALE | CANCELLED | DUPLICATE | EXPIRED | BUSY | PARKED | LOST | POISONED | NEWER, with now, the call's decision, starts and epoch, and the record
 local step = ARGV[1]
 local refused = refuse(KEYS[1], step, 'tools')
 if refused then
@@ -50,11 +56,28 @@ end
 if hints == 1 and hinted > tonumber(redis.call('GET', KEYS[5]) or 0) then
   redis.call('SET', KEYS[5], int(hinted))
 end
+local ends, granted = now + tonumber(ARGV[3]), {}
+local limits, order, epoch = unpack(
+  redis.call('HMGET', KEYS[2], field .. 'limits', field .. 'order', field .. 'epoch'))
+if limits then
+  local places = {run = KEYS[1], due = KEYS[6], slots = KEYS[7], waiting = KEYS[8], crowded = KEYS[9]}
+  local holder = ARGV[7] .. '.' .. step .. '.' .. ARGV[2]
+  local full = take_places(places, limits, holder, holder .. '#' .. ((epoch or 0) + 1), order or arrival, ends, granted)
+  redis.call('HSETNX', KEYS[2], field .. 'order', arrival)
+  if full then
+    redis.call('HSET', KEYS[2], field .. 'state', 'parked', field .. 'lease', 0)
+    if redis.call('HSETNX', KEYS[2], field .. 'waits', 1) == 1 then
+      add_event(KEYS[4], ARGV[4], 'call.waiting', step, step .. '.' .. ARGV[2],
+        '{"reason":"LIMIT","limit":"' .. full .. '"}')
+    end
+    return with_granted({'PARKED'}, granted)
+  end
+end
 redis.call('HINCRBY', KEYS[2], field .. 'epoch', 1)
 redis.call('HINCRBY', KEYS[2], field .. 'started', 1)
 redis.call('HSET', KEYS[2], field .. 'state', 'running', field .. 'attempt', ARGV[5],
   field .. 'hints', 1,
-  field .. 'lease', int(now + tonumber(ARGV[3])))
+  field .. 'lease', int(ends))
 add_event(KEYS[4], ARGV[4], 'call.started', step, step .. '.' .. ARGV[2],
   '{"attempt":' .. int(started + 1) .. '}')
-return answer('OK')
+return with_granted(answer('OK'), granted)

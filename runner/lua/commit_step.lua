@@ -7,6 +7,9 @@
 -- KEYS[5] events STREAM
 -- KEYS[6] trace LIST
 -- KEYS[7] due ZSET
+-- KEYS[8] slots ZSET, before the name of a limit
+-- KEYS[9] waiting ZSET, before the name of a limit
+-- KEYS[10] crowded SET
 -- ARGV[1] id of the run
 -- ARGV[2] step number
 -- ARGV[3] epoch of the holder
@@ -25,9 +28,10 @@
 -- ARGV[16] fingerprint of the agent that took the step
 -- ARGV[17] warning of budgets as JSON, or empty
 -- ARGV[18] message_count
--- ARGV[19..] messages as JSON; then for each call nine: id, decision, event data, starts, result, content,
---   trace, name, and who acts: `run` a tool, `asked` a user who answers it, or `approval <digest> <ms>`
---   somebody who approves these arguments first, within so many ms (0: by the run's deadline)
+-- ARGV[19..] messages as JSON; then for each call ten: id, decision, event data, starts, result, content,
+--   trace, name, who acts, and its limits or empty. Who acts is `run` a tool, `asked` a user who answers it,
+--   or `approval <digest> <ms>` somebody who approves these arguments first, within so many ms (0: by the
+--   run's deadline)
 -- Returns OK | ALREADY | STALE | FENCED | CANCELLED, with the indexes whose hints are to be published
 local refused = refuse(KEYS[1])
 if refused then
@@ -50,6 +54,9 @@ if phase ~= 'model' then
   end
   return queued
 end
+local places = {run = KEYS[1], due = KEYS[7], slots = KEYS[8], waiting = KEYS[9], crowded = KEYS[10]}
+local granted = {}
+leave_model(places, ARGV[1] .. '.' .. step, ARGV[11], 0, false, granted)
 local first_call = 19 + tonumber(ARGV[18])
 for i = 19, first_call - 1 do
   redis.call('RPUSH', KEYS[2], ARGV[i])
@@ -62,18 +69,18 @@ redis.call('HSET', KEYS[1], 'lease', 0, 'not_before', 0, 'deaths', 0, 'releases'
   'hinted', int(now), 'hints', 1, 'status', 'running', 'fingerprint', ARGV[16])
 redis.call('ZADD', KEYS[7], int(now + tonumber(ARGV[4])), ARGV[1])
 add_event(KEYS[5], ARGV[5], 'model.answered', step, '', ARGV[15])
-local count = (#ARGV - first_call + 1) / 9
+local count = (#ARGV - first_call + 1) / 10
 if count == 0 then
   redis.call('HINCRBY', KEYS[1], 'step', 1)
   redis.call('HSET', KEYS[1], 'status', 'queued', 'all_refused', epoch)
-  return {'OK'}
+  return with_granted({'OK'}, granted)
 end
 redis.call('DEL', KEYS[3], KEYS[4])
 local free = tonumber(ARGV[6])
-local hints, asked = {'OK'}, false
+local hints, asked, moving = {'OK'}, false, false
 redis.call('HSET', KEYS[3], 'parallel', ARGV[6])
 for index = 0, count - 1 do
-  local at = first_call + index * 9
+  local at = first_call + index * 10
   local call = step .. '.' .. index
   local field = index .. '.'
   redis.call('HSET', KEYS[3], field .. 'id', ARGV[at], field .. 'decision', ARGV[at + 1],
@@ -92,8 +99,12 @@ for index = 0, count - 1 do
   else
     redis.call('HINCRBY', KEYS[1], 'tool_calls', 1)
     redis.call('HINCRBY', KEYS[1], 'used.' .. ARGV[at + 7], 1)
+    if ARGV[at + 9] ~= '' then
+      redis.call('HSET', KEYS[3], field .. 'limits', ARGV[at + 9])
+    end
     local digest, patience = string.match(ARGV[at + 8], '^approval (%x+) (%d+)$')
     local state = 'held'
+    local full
     if digest then
       -- Takes nobody's place meanwhile: its siblings run on.
       state = 'approval'
@@ -104,7 +115,17 @@ for index = 0, count - 1 do
     elseif free > 0 then
       state = 'queued'
       free = free - 1
-      hints[#hints + 1] = index
+      local order = int(arrival + index)
+      full = join_queues(places, ARGV[at + 9], ARGV[1] .. '.' .. call, order)
+      if full then
+        state = 'parked'
+        moving = true
+      else
+        hints[#hints + 1] = index
+      end
+      if ARGV[at + 9] ~= '' then
+        redis.call('HSET', KEYS[3], field .. 'order', order)
+      end
     end
     redis.call('HSET', KEYS[3], field .. 'state', state, field .. 'hinted', int(now), field .. 'hints', 1)
     if digest then
@@ -112,10 +133,14 @@ for index = 0, count - 1 do
     else
       add_event(KEYS[5], ARGV[5], 'call.queued', step, call, ARGV[at + 2])
     end
+    if full then
+      redis.call('HSET', KEYS[3], field .. 'waits', 1)
+      add_event(KEYS[5], ARGV[5], 'call.waiting', step, call, '{"reason":"LIMIT","limit":"' .. full .. '"}')
+    end
   end
 end
 redis.call('HSET', KEYS[1], 'phase', 'tools', 'calls', count)
-if asked and #hints == 1 then
+if asked and #hints == 1 and not moving then
   redis.call('HSET', KEYS[1], 'status', 'waiting')
 end
-return hints
+return with_granted(hints, granted)

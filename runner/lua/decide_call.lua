@@ -43,7 +43,7 @@ end
 local flying = 0
 for other = 0, count - 1 do
   local at = redis.call('HGET', KEYS[2], other .. '.state')
-  flying = flying + ((at == 'queued' or at == 'running') and 1 or 0)
+  flying = flying + ((at == 'queued' or at == 'running' or at == 'parked') and 1 or 0)
 end
 local state = 'held'
 if flying < parallel then

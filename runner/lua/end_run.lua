@@ -15,6 +15,9 @@
 -- KEYS[11] whole HASH
 -- KEYS[12] inbox LIST
 -- KEYS[13] sent SET
+-- KEYS[14] slots ZSET, before the name of a limit
+-- KEYS[15] waiting ZSET, before the name of a limit
+-- KEYS[16] crowded SET
 -- ARGV[1] id of the run
 -- ARGV[2] epoch of the run as whoever ends it saw it, or empty: a cancel ends it whatever has happened
 -- ARGV[3] stop_reason to write
@@ -54,12 +57,15 @@ local held = ARGV[22] == '1'
 if ARGV[2] ~= '' and epoch ~= ARGV[2] or held and phase ~= 'model' then
   return {'FENCED'}
 end
+local places = {run = KEYS[1], due = KEYS[8], slots = KEYS[14], waiting = KEYS[15], crowded = KEYS[16]}
+local granted, leaving = {}, {}
 if phase == 'tools' then
   local count = numbers(KEYS[1], 'calls')
   for i = 0, count - 1 do
     if redis.call('HEXISTS', KEYS[4], i) == 0 then
       add_event(KEYS[6], ARGV[10], 'call.finished', step, step .. '.' .. i,
         '{"ok":false,"error":"CANCELLED"}')
+      leaving[ARGV[1] .. '.' .. step .. '.' .. i] = redis.call('HGET', KEYS[3], i .. '.limits') or nil
     end
   end
   append_results(KEYS[2], KEYS[3], KEYS[5], count, ARGV[8])
@@ -85,11 +91,17 @@ if ARGV[3] == 'COMPLETED' and ARGV[2] ~= '' and redis.call('LLEN', KEYS[12]) > 0
   redis.call('HSET', KEYS[1], 'status', 'queued', 'gone_on', ARGV[2], 'lease', 0, 'not_before', 0,
     'deaths', 0, 'releases', 0, 'model_attempts', 0, 'hinted', int(now), 'hints', 1)
   redis.call('ZADD', KEYS[8], int(now + tonumber(ARGV[21])), ARGV[1])
-  return {'STEP', redis.call('HGET', KEYS[1], 'step')}
+  leave_model(places, ARGV[1] .. '.' .. step, ARGV[14], 0, false, granted)
+  return with_granted({'STEP', redis.call('HGET', KEYS[1], 'step')}, granted)
 end
 take_inbox(KEYS[12], KEYS[2])
 redis.call('HSET', KEYS[1], 'status', 'finished', 'phase', 'ended', 'stop_reason', ARGV[3],
   'answer', ARGV[4], 'error', ARGV[5], 'limit', ARGV[6], 'ended', int(now), 'lease', 0)
+-- From here on none of its own calls is given a turn that another lets go.
+leave_model(places, ARGV[1] .. '.' .. step, ARGV[14], 0, false, granted)
+for holder, limits in pairs(leaving) do
+  free_places(places, limits, holder, granted)
+end
 local promised = redis.call('HGET', KEYS[1], 'promised') == '1'
 if promised then
   redis.call('ZADD', KEYS[8], int(held and now + tonumber(ARGV[21]) or now), ARGV[1])
@@ -121,4 +133,4 @@ if conversation then
     redis.call('LREM', conversation, 0, ARGV[1])  -- it never had its turn
   end
 end
-return {'OK', ARGV[3], promised and '1' or '', following or ''}
+return with_granted({'OK', ARGV[3], promised and '1' or '', following or ''}, granted)

@@ -2,6 +2,9 @@
 -- KEYS[1] run HASH
 -- KEYS[2] calls HASH
 -- KEYS[3] due ZSET
+-- KEYS[4] slots ZSET, before the name of a limit
+-- KEYS[5] waiting ZSET, before the name of a limit
+-- KEYS[6] crowded SET
 -- ARGV[1] id of the run
 -- ARGV[2] step number
 -- ARGV[3] index of the call in its step
@@ -30,7 +33,11 @@ if started >= starts then
   return {starts > 1 and 'POISONED' or 'LOST', int(now), decision, int(started), int(epoch),
     redis.call('HGETALL', KEYS[1])}
 end
+local places = {run = KEYS[1], due = KEYS[3], slots = KEYS[4], waiting = KEYS[5], crowded = KEYS[6]}
+local granted = {}
+local holder = ARGV[1] .. '.' .. step .. '.' .. ARGV[3]
+free_places(places, redis.call('HGET', KEYS[2], field .. 'limits'), holder, granted)
 redis.call('HSET', KEYS[2], field .. 'state', 'queued', field .. 'lease', 0,
   field .. 'hinted', int(now), field .. 'hints', 1)
 redis.call('ZADD', KEYS[3], 'LT', int(now + tonumber(ARGV[5])), ARGV[1])
-return {'OK'}
+return with_granted({'OK'}, granted)

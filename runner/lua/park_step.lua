@@ -3,6 +3,9 @@
 -- KEYS[2] events STREAM
 -- KEYS[3] trace LIST
 -- KEYS[4] due ZSET
+-- KEYS[5] slots ZSET, before the name of a limit
+-- KEYS[6] waiting ZSET, before the name of a limit
+-- KEYS[7] crowded SET
 -- ARGV[1] id of the run
 -- ARGV[2] step number
 -- ARGV[3] epoch of the holder
@@ -19,6 +22,7 @@
 -- ARGV[14] attempts that this one counts for: 1, or 0 where no model was asked
 -- ARGV[15] switch 1 where the agent's next model is to be asked instead, with attempts of its own
 -- ARGV[16] warning of budgets as JSON, or empty
+-- ARGV[17] pause in ms, for which nobody is to ask this model: its server said so, or 0
 -- Returns OK | ALREADY | STALE | FENCED | CANCELLED
 local refused = refuse(KEYS[1])
 if refused then
@@ -32,6 +36,9 @@ end
 if lease == '0' then
   return {'ALREADY'}
 end
+local places = {run = KEYS[1], due = KEYS[4], slots = KEYS[5], waiting = KEYS[6], crowded = KEYS[7]}
+local granted = {}
+leave_model(places, ARGV[1] .. '.' .. step, ARGV[9], tonumber(ARGV[17]), false, granted)
 local not_before = now + tonumber(ARGV[4])
 redis.call('HSET', KEYS[1], 'status', 'waiting', 'lease', 0,
   'not_before', int(not_before))
@@ -47,4 +54,4 @@ if ARGV[12] ~= '' then
 end
 redis.call('ZADD', KEYS[4], int(math.min(not_before, numbers(KEYS[1], 'deadline'))), ARGV[1])
 add_event(KEYS[2], ARGV[5], 'run.waiting', step, '', ARGV[13])
-return {'OK'}
+return with_granted({'OK'}, granted)

@@ -137,3 +137,194 @@ local function hand_on(conversation, run, messages, id, due, grace)
     redis.call('LREM', conversation, 1, following)
   end
 end
+
+-- Limits across the fleet are text: `ping=5` (so many at once), `rate.ping=10/1000` (so many starts in 1000 ms).
+-- A place under one is an entry of `slots`, with the time from which it is free again: the end of its holder's
+-- lease, or of the period in which its start counts. Who finds none stands in `waiting` by order of arrival, and
+-- may start as soon as more places are free than others wait in front of it. So a free place is nobody's, and a
+-- hint that is lost holds none. `places` has a run's key, `due`, and what the names of limits are put behind.
+local arrival = int(tonumber(clock[1]) * 1000000 + tonumber(clock[2]))
+local QUEUE_TTL = 3600000
+
+local function each_limit(limits)
+  return string.gmatch(limits or '', '([^=,]+)=(%d+)/?(%d*)')
+end
+
+local function count_taken(places, name)
+  redis.call('ZREMRANGEBYSCORE', places.slots .. name, '-inf', int(now))
+  return redis.call('ZCARD', places.slots .. name)
+end
+
+local function hold_place(places, name, member, ends)
+  local slots = places.slots .. name
+  redis.call('ZADD', slots, int(ends), member)
+  if redis.call('PTTL', slots) < ends - now then
+    redis.call('PEXPIRE', slots, int(ends - now))
+  end
+end
+
+-- Where a holder, `<run>.<step>` or `<run>.<step>.<index>`, keeps what is known of it: hash and prefix of its
+-- fields, the id of its run, its state and its limits. Nil where it is no longer at that step.
+local function find_holder(places, holder)
+  local id, step, index = string.match(holder, '^([^.]+)%.(%d+)%.?(%d*)$')
+  local run = string.match(places.run, '^(.*:)') .. id
+  local status, at, phase, parked, limits = unpack(
+    redis.call('HMGET', run, 'status', 'step', 'phase', 'parked', 'model_limits'))
+  if not status or status == 'finished' or at ~= step or phase ~= (index == '' and 'model' or 'tools') then
+    return nil
+  end
+  if index == '' then
+    return run, '', id, parked or 'queued', limits
+  end
+  local calls, field = run .. ':calls', index .. '.'
+  return calls, field, id, unpack(redis.call('HMGET', calls, field .. 'state', field .. 'limits'))
+end
+
+-- Gives what has waited longest for a limit its hint, as far as places are free; the hints join `granted`.
+-- Looks at the last of those whose turn it is, whose turn has just come; `all` from the first on.
+local function grant_places(places, name, granted, all)
+  local waiting = places.waiting .. name
+  for _ = 1, 8 do
+    local first = redis.call('ZRANGE', waiting, 0, 0)[1]
+    if not first then
+      redis.call('SREM', places.crowded, name)
+      return
+    end
+    local gone, free = {}, 0
+    local hash, _, _, _, limits = find_holder(places, first)
+    for limit, most in each_limit(limits) do
+      if limit == name then
+        free = tonumber(most) - count_taken(places, name)
+      end
+    end
+    local from = all and 0 or math.max(0, free - 16)
+    local heads = hash and free > 0 and redis.call('ZRANGE', waiting, from, math.min(free, from + 64) - 1)
+    for _, holder in ipairs(heads or (hash and {} or {first})) do
+      local at, prefix, id, state = find_holder(places, holder)
+      if state == 'parked' then
+        redis.call('HSET', at, prefix .. 'not_before', 0, prefix .. 'hinted', int(now), prefix .. 'hints', 1,
+          prefix == '' and 'parked' or prefix .. 'state', 'queued')
+        redis.call('ZADD', places.due, 'LT', int(now + 1000), id)
+        granted[#granted + 1] = holder
+      elseif state ~= 'queued' then
+        gone[#gone + 1] = holder
+      end
+    end
+    if #gone == 0 then
+      return
+    end
+    redis.call('ZREM', waiting, unpack(gone))
+  end
+end
+
+-- Which of these limits have no place for a holder that came at `order`, and the first of them.
+local function find_full(places, limits, holder, start, order)
+  local full, first = {}, nil
+  for name, most, period in each_limit(limits) do
+    local taken = count_taken(places, name)
+    if not redis.call('ZSCORE', places.slots .. name, period == '' and holder or start) then
+      local ahead = redis.call('ZCOUNT', places.waiting .. name, '-inf', int(order - 1))
+      full[name] = taken + ahead >= tonumber(most)
+      first = first or full[name] and name or nil
+    end
+  end
+  return full, first
+end
+
+local function stand_in_queue(places, name, holder, order)
+  redis.call('ZADD', places.waiting .. name, order, holder)
+  redis.call('PEXPIRE', places.waiting .. name, QUEUE_TTL)
+  redis.call('SADD', places.crowded, name)
+  redis.call('PEXPIRE', places.crowded, QUEUE_TTL)
+end
+
+-- Puts a call that nobody has begun in its place in the queues, so that only those whose turn it is need a
+-- hint. Answers the first limit that it has to wait for; nil where it has its turn.
+local function join_queues(places, limits, holder, order)
+  local full, first = find_full(places, limits, holder, '', order)
+  for name in each_limit(limits) do
+    if full[name] or not first then
+      stand_in_queue(places, name, holder, order)
+    end
+  end
+  return first
+end
+
+-- Takes a place under each of these limits until `ends`, or none at all: then the holder waits for those
+-- that are full, and the first of them is the answer. `start` is unique to this attempt.
+local function take_places(places, limits, holder, start, order, ends, granted)
+  local full, first = find_full(places, limits, holder, start, order)
+  for name, _, period in each_limit(limits) do
+    if not first then
+      hold_place(places, name, period == '' and holder or start, period == '' and ends or now + period)
+      redis.call('ZREM', places.waiting .. name, holder)
+    elseif full[name] then
+      stand_in_queue(places, name, holder, order)
+    elseif redis.call('ZREM', places.waiting .. name, holder) == 1 then
+      -- It stood in the way of others here, and waits elsewhere now.
+      grant_places(places, name, granted)
+    end
+  end
+  return first
+end
+
+-- Renews a holder's places. False where one was taken meanwhile: then it may not go on.
+local function keep_places(places, limits, holder, ends)
+  for name, most, period in each_limit(limits) do
+    local score = tonumber(redis.call('ZSCORE', places.slots .. name, holder) or 0)
+    if period == '' and score <= now and count_taken(places, name) >= tonumber(most) then
+      return false
+    end
+  end
+  for name, _, period in each_limit(limits) do
+    if period == '' then
+      hold_place(places, name, holder, ends)
+    end
+  end
+  return true
+end
+
+-- Gives a holder's places back, those in queues too. Only what it has: done twice, it frees nothing twice.
+local function free_places(places, limits, holder, granted)
+  for name, _, period in each_limit(limits) do
+    local freed = redis.call('ZREM', places.waiting .. name, holder)
+    if period == '' then
+      freed = freed + redis.call('ZREM', places.slots .. name, holder)
+    end
+    if freed > 0 then
+      grant_places(places, name, granted)
+    end
+  end
+end
+
+-- The places that a step holds at its model, and what the model's pace is told of it: the tokens that were
+-- used, and for how many ms nobody is to ask. `keep` leaves the step its order of arrival.
+local function leave_model(places, holder, tokens, pause, keep, granted)
+  local limits, pace = unpack(redis.call('HMGET', places.run, 'model_limits', 'pace'))
+  if pace then
+    local per_minute, used, closed = numbers(pace, 'per_minute', 'used', 'closed')
+    if per_minute > 0 then
+      used = math.max(used, now) + tokens * 60000 / per_minute
+    end
+    closed = pause > 0 and math.max(closed, now + pause) or closed
+    redis.call('HSET', pace, 'used', int(used), 'closed', int(closed))
+    redis.call('PEXPIRE', pace, int(math.max(used, closed, now) - now + 60000))
+    redis.call('HDEL', places.run, 'pace')
+  end
+  if limits then
+    free_places(places, limits, holder, granted)
+    redis.call('HDEL', places.run, 'parked', 'model_limits')
+    if not keep then
+      redis.call('HDEL', places.run, 'order')
+    end
+  end
+end
+
+-- An answer, with the hints that whoever asked is to publish at once.
+local function with_granted(reply, granted)
+  if #granted > 0 then
+    table.insert(granted, 1, 'granted')
+    reply[#reply + 1] = granted
+  end
+  return reply
+end

@@ -9,6 +9,9 @@
 -- KEYS[7] trace LIST
 -- KEYS[8] due ZSET
 -- KEYS[9] whole HASH
+-- KEYS[10] slots ZSET, before the name of a limit
+-- KEYS[11] waiting ZSET, before the name of a limit
+-- KEYS[12] crowded SET
 -- ARGV[1] id of the run
 -- ARGV[2] step number
 -- ARGV[3] index of the call in its step
@@ -73,6 +76,9 @@ if ARGV[17] ~= '' then
   add_event(KEYS[6], ARGV[5], 'approval.decided', step, call, ARGV[17])
 end
 redis.call('HSET', KEYS[4], index, ARGV[6])
+local places = {run = KEYS[1], due = KEYS[8], slots = KEYS[10], waiting = KEYS[11], crowded = KEYS[12]}
+local granted = {}
+free_places(places, redis.call('HGET', KEYS[3], field .. 'limits'), ARGV[1] .. '.' .. call, granted)
 redis.call('HSET', KEYS[3], field .. 'state', 'done', field .. 'content', ARGV[7],
   field .. 'recorded_by', ARGV[12])
 if ARGV[8] ~= '' then
@@ -100,18 +106,18 @@ if redis.call('HLEN', KEYS[4]) < tonumber(count) then
   for next = 0, count - 1 do
     local state = redis.call('HGET', KEYS[3], next .. '.state')
     asked = asked or state == 'asked' or state == 'approval'
-    moving = moving or state == 'queued' or state == 'running' or state == 'held'
+    moving = moving or state == 'queued' or state == 'running' or state == 'held' or state == 'parked'
     if state == 'held' and held_place then
       redis.call('HSET', KEYS[3], next .. '.state', 'queued', next .. '.hinted', int(now))
       redis.call('ZADD', KEYS[8], 'LT', int(now + tonumber(ARGV[4])), ARGV[1])
       redis.call('HSET', KEYS[3], field .. 'turn', next)
-      return {'WAIT', next}
+      return with_granted({'WAIT', next}, granted)
     end
   end
   if asked and not moving then
     redis.call('HSET', KEYS[1], 'status', 'waiting')
   end
-  return {'WAIT'}
+  return with_granted({'WAIT'}, granted)
 end
 for i = 0, count - 1 do
   -- Of several answers the first call's counts, in whatever order they came.
@@ -126,4 +132,4 @@ redis.call('HINCRBY', KEYS[1], 'step', 1)
 redis.call('HSET', KEYS[1], 'phase', 'model', 'calls', 0, 'status', 'queued', 'hinted', int(now), 'hints', 1)
 redis.call('ZADD', KEYS[8], int(now + tonumber(ARGV[4])), ARGV[1])
 redis.call('HSET', KEYS[1], 'closed_by', ARGV[12])
-return {'LAST'}
+return with_granted({'LAST'}, granted)

@@ -10,6 +10,8 @@
 -- KEYS[7] tools_queue LIST, likewise
 -- KEYS[8] runs ZSET
 -- KEYS[9] messages LIST
+-- KEYS[10] waiting ZSET, before the name of a limit
+-- KEYS[11] crowded SET
 -- ARGV[1] id of the run
 -- ARGV[2] grace in ms
 -- ARGV[3] max_wait in ms between two looks
@@ -130,6 +132,22 @@ else
       local lost, look_at = look(KEYS[2], i .. '.', KEYS[5], KEYS[7], ARGV[5])
       again = math.min(again, look_at)
       if lost then
+        answer[1] = 'CALLS'
+        answer[#answer + 1] = i
+      end
+    elseif state == 'parked' then
+      -- Its place in a queue is its claim: grant_slots gives it its turn. Without one it has to ask again.
+      local stands = false
+      for name in each_limit(redis.call('HGET', KEYS[2], i .. '.limits')) do
+        if redis.call('ZSCORE', KEYS[10] .. name, ARGV[1] .. '.' .. step .. '.' .. i) then
+          redis.call('SADD', KEYS[11], name)
+          redis.call('PEXPIRE', KEYS[11], QUEUE_TTL)
+          stands = true
+        end
+      end
+      again = math.min(again, now + (stands and max_wait or grace))
+      if not stands then
+        redis.call('HSET', KEYS[2], i .. '.state', 'queued', i .. '.hinted', int(now), i .. '.hints', 1)
         answer[1] = 'CALLS'
         answer[#answer + 1] = i
       end

@@ -2,6 +2,9 @@
 -- KEYS[1] run HASH
 -- KEYS[2] due ZSET
 -- KEYS[3] trace LIST
+-- KEYS[4] slots ZSET, before the name of a limit
+-- KEYS[5] waiting ZSET, before the name of a limit
+-- KEYS[6] crowded SET
 -- ARGV[1] id of the run
 -- ARGV[2] epoch of the holder
 -- ARGV[3] grace in ms
@@ -18,7 +21,7 @@ local refused = refuse(KEYS[1])
 if refused then
   return refused
 end
-local phase, epoch, lease = unpack(redis.call('HMGET', KEYS[1], 'phase', 'epoch', 'lease'))
+local phase, epoch, lease, step = unpack(redis.call('HMGET', KEYS[1], 'phase', 'epoch', 'lease', 'step'))
 if epoch ~= ARGV[2] or phase ~= 'model' then
   return {'FENCED'}
 end
@@ -33,6 +36,9 @@ add_usage(KEYS[1], ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10])
 if ARGV[11] ~= '' then
   redis.call('RPUSH', KEYS[3], ARGV[11])
 end
+local places = {run = KEYS[1], due = KEYS[2], slots = KEYS[4], waiting = KEYS[5], crowded = KEYS[6]}
+local granted = {}
+leave_model(places, ARGV[1] .. '.' .. step, ARGV[8], 0, true, granted)
 redis.call('HSET', KEYS[1], 'status', 'queued', 'lease', 0, 'hinted', int(now), 'hints', 1)
 redis.call('ZADD', KEYS[2], int(now + tonumber(ARGV[3])), ARGV[1])
-return {'OK'}
+return with_granted({'OK'}, granted)

@@ -4,6 +4,9 @@
 -- KEYS[3] events STREAM
 -- KEYS[4] trace LIST
 -- KEYS[5] due ZSET
+-- KEYS[6] slots ZSET, before the name of a limit
+-- KEYS[7] waiting ZSET, before the name of a limit
+-- KEYS[8] crowded SET
 -- ARGV[1] id of the run
 -- ARGV[2] step number
 -- ARGV[3] index of the call in its step
@@ -33,10 +36,15 @@ if tonumber(ARGV[9]) > 0 then
   end
   redis.call('HINCRBY', KEYS[2], field .. 'started', -1)
 end
+local places = {run = KEYS[1], due = KEYS[5], slots = KEYS[6], waiting = KEYS[7], crowded = KEYS[8]}
+local granted = {}
+local holder = ARGV[1] .. '.' .. step .. '.' .. ARGV[3]
+free_places(places, redis.call('HGET', KEYS[2], field .. 'limits'), holder, granted)
+redis.call('HDEL', KEYS[2], field .. 'order')
 local not_before = int(now + tonumber(ARGV[5]))
 redis.call('HSET', KEYS[2], field .. 'state', 'queued', field .. 'lease', 0,
   field .. 'not_before', not_before)
 redis.call('RPUSH', KEYS[4], ARGV[7])
 redis.call('ZADD', KEYS[5], 'LT', not_before, ARGV[1])
 add_event(KEYS[3], ARGV[6], 'call.waiting', step, step .. '.' .. ARGV[3], ARGV[8])
-return {'OK'}
+return with_granted({'OK'}, granted)

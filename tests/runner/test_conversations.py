@@ -258,7 +258,7 @@ def test_recovery_interrupts_where_the_submit_didnt_come_to_it(loops: Loops) -> 
 
     assert loop.recover(TWO) == Skip(TWO, Outcome.WAIT)
     assert store.read_run(TWO).phase == "model"
-    end(store, TWO)
+    cancel_run(store, TWO, "enough")
 
 
 def test_recovery_lets_a_run_wait_whose_conversation_is_busy(loops: Loops) -> None:
@@ -268,7 +268,7 @@ def test_recovery_lets_a_run_wait_whose_conversation_is_busy(loops: Loops) -> No
     assert loop.recover(TWO) == Skip(TWO, Outcome.WAIT)
     assert due_in(loops.store, TWO) > 50
     for run_id in (ONE, TWO):
-        end(loops.store, run_id)
+        cancel_run(loops.store, run_id, "enough")
 
 
 @pytest.mark.parametrize("lost", ["the line", "the run in front", "its place"])

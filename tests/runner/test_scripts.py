@@ -204,6 +204,10 @@ def walk() -> dict[str, list[Sent]]:
     walked["renew_step"] = sent_by(lambda: store.renew_step(run, record.epoch))
     walked["keep_view"] = sent_by(lambda: store.keep_view(record, {}))
     spent: dict[str, Any] = {"usage": Usage(), "trace": {}, "event": {}}
+    walked["admit_step"] = sent_by(
+        lambda: store.admit_step(record, endpoint="e", limits={"m": "1"}, tokens_per_minute=1)
+    )
+    walked["grant_slots"] = sent_by(store.grant_slots)
     walked["commit_step"] = sent_by(
         lambda: store.commit_step(
             record,
@@ -255,7 +259,7 @@ def test_the_store_method_of_the_same_name_sends_what_the_header_declares(
     assert args >= declared if script.open_ended else args == declared
 
 
-def test_a_commit_sends_nine_arguments_for_each_call() -> None:
+def test_a_commit_sends_ten_arguments_for_each_call() -> None:
     fixed = len(numbers_in(ARG, load_script("commit_step").body)) - 1
     [(_, _, args)] = walk()["commit_step"]
-    assert args == fixed + 2 + 2 * 9
+    assert args == fixed + 2 + 2 * 10
