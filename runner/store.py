@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import time
 import uuid
@@ -73,6 +74,9 @@ CLAIM = 2.0
 
 MAX_LOOK_WAIT = 60.0
 """Seconds at most between two looks at a run that isn't finished."""
+
+CERT_WORD = re.compile(r"ssl_cert_reqs=CERT_(\w+)")
+"""How Celery writes what redis-py calls required, optional or none."""
 
 REFUSES_FOR_NOW = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY")
 """How the errors start that redis-py has no class for and that pass."""
@@ -166,6 +170,7 @@ class Lost:
 def connect(url: str) -> redis.Redis:
     """A client with bounded waits: a dead server is an error within seconds, never a hang."""
     # redis-py refuses this option for a socket in the file system.
+    url = CERT_WORD.sub(lambda found: f"ssl_cert_reqs={found[1].lower()}", url)
     over_network = {} if url.startswith("unix:") else {"socket_keepalive": True}
     return redis.Redis.from_url(
         url,

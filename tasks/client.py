@@ -67,8 +67,9 @@ class Client:
         self._agents = agents
         # Never the current app: the caller may well have a Celery app of their own.
         self._app = _Publisher("celeriac-client", set_as_current=False)
-        self._app.conf.update(publishing_config(settings))
-        self._app.backend_cls = settings.result_backend or None
+        config = publishing_config(settings)
+        self._app.conf.update(config)
+        self._app.backend_cls = config.get("result_backend")
 
     def submit(
         self,
