@@ -64,7 +64,7 @@ from runner.record import RunRecord, dump
 from runner.redact import redact
 from runner.render import clean
 from runner.settings import Settings
-from runner.store import BegunCall, EndedRun, Outcome, RunStore
+from runner.store import BegunCall, EndedRun, OpenCall, Outcome, RunStore
 from runner.tools import Executed, Tool, error_result
 
 logger = logging.getLogger(__name__)
@@ -415,7 +415,9 @@ class Loop:
         elif record.invalid_calls + invalid > limits.max_invalid_calls:
             stop = StopReason.REPEATED_ERROR, "max_invalid_calls"
         if stop is not None:
-            return self._end(record, *stop, asked=asked, trace=trace, held=True)
+            return self._end(
+                record, *stop, asked=asked, trace=trace, held=True, answered=_answered(calls)
+            )
         messages = [assistant_message(reply)]
         refused = all(call.result for call in calls)
         if refused:
@@ -436,7 +438,7 @@ class Loop:
             invalid=invalid,
             usage=asked.usage,
             trace=trace,
-            event={"calls": len(calls), "refused": sum(call.result is not None for call in calls)},
+            event=_answered(calls),
             fingerprint=agent.fingerprint,
             warning=warn_of_budgets(
                 agent,
@@ -468,6 +470,7 @@ class Loop:
             held=True,
             answer=asked.answer,
             message=answer_message(reply.text),
+            answered=_answered([]),
         )
 
     def _fail_or_wait(
@@ -671,6 +674,7 @@ class Loop:
         answer: JsonValue = None,
         error: RunError | None = None,
         message: Message | None = None,
+        answered: dict[str, Any] | None = None,
     ) -> Next:
         if limit is not None:
             error = RunError(type=stop_reason, message=_limit_message(limit, _limits(record)))
@@ -688,6 +692,7 @@ class Loop:
             usage=asked.usage if asked else None,
             steps=1 if asked and asked.exchanges else 0,
             trace=trace,
+            answered=answered,
         )
         if ended.outcome is not Outcome.OK:
             return Skip(record.run_id, ended.outcome)
@@ -763,6 +768,11 @@ def _hide_decision(decision: dict[str, Any], hidden: frozenset[str]) -> dict[str
 def _is_out(error: ModelError) -> bool:
     """Whether another model may well answer what this one didn't."""
     return error.type in OUT or (error.type is RunErrorType.CONFIG_ERROR and error.status == 404)
+
+
+def _answered(calls: list[OpenCall]) -> dict[str, Any]:
+    """What an event says of a model's turn."""
+    return {"calls": len(calls), "refused": sum(call.result is not None for call in calls)}
 
 
 def _after_result(run_id: str, step: int, outcome: Outcome, turn: int | None) -> Next:

@@ -297,6 +297,7 @@ class RunStore:
         usage: Usage | None = None,
         steps: int = 0,
         trace: dict[str, Any] | None = None,
+        answered: dict[str, Any] | None = None,
     ) -> EndedRun:
         """End a run once: as the holder of its step, or from outside.
 
@@ -335,6 +336,7 @@ class RunStore:
                 keys.NUDGE,
                 ms(self.settings.hint_grace),
                 int(held),
+                dump(answered) if answered else "",
             ],
         )
         stands = StopReason(reply[1]) if len(reply) > 1 else None

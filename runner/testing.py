@@ -11,13 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import fakeredis
 from pydantic import JsonValue
 
 from runner.agents import Agent, Agents
 from runner.context import goal_message
 from runner.errors import CeleriacError, ScriptError
-from runner.loop import CallTools, Loop, Next, NextStep
+from runner.loop import CallTools, Loop, Next, NextStep, answer_question
 from runner.models import (
     Final,
     FinalResult,
@@ -30,6 +29,11 @@ from runner.models import (
 )
 from runner.settings import Settings
 from runner.store import RunStore
+
+try:
+    import fakeredis
+except ImportError as error:
+    raise ImportError("runner.testing needs fakeredis: pip install 'celeriac[testing]'") from error
 
 Reply = str | ToolCalls | Final | Exception | Callable[[ModelRequest], "Reply"]
 
@@ -45,6 +49,7 @@ class ScriptedModel:
 
     def __init__(self, replies: Sequence[Reply]) -> None:
         self._replies = deque(replies)
+        self.name: str | None = None
         self.requests: list[ModelRequest] = []
 
     async def respond(self, request: ModelRequest) -> ModelReply:
@@ -75,14 +80,18 @@ def run_agent(
     model: ScriptedModel | None = None,
     principal: Principal | None = None,
     metadata: Mapping[str, JsonValue] | None = None,
+    replies: Sequence[str] = (),
 ) -> FinalResult:
     """Run an agent to its end, here and now, through the same loop and the same transitions.
 
-    `model` takes the place of the agent's own. A wait (a retry after an error) isn't slept through:
-    it raises, since a test that means to wait wants a real worker.
+    `model` takes the place of the agent's own, under its name. `replies` are what the user answers
+    to the model's questions, in order (an agent with `clarify`). A wait (a retry after an error)
+    isn't slept through: it raises, since a test that means to wait wants a real worker.
     """
     settings = Settings()
     store = RunStore(settings, fakeredis.FakeRedis(decode_responses=True))
+    if model is not None and isinstance(agent.model, str):
+        model.name = agent.model
     used = agent if model is None else replace(agent, model=model)
     loop = Loop(store, Agents([used]), settings=settings)
     run_id = "run-under-test"
@@ -95,12 +104,12 @@ def run_agent(
         metadata=metadata,
     )
     try:
-        return _drive(loop, store, run_id)
+        return _drive(loop, store, run_id, deque(replies))
     finally:
         loop.close()
 
 
-def _drive(loop: Loop, store: RunStore, run_id: str) -> FinalResult:
+def _drive(loop: Loop, store: RunStore, run_id: str, replies: deque[str]) -> FinalResult:
     pending: deque[Next] = deque([NextStep(run_id, 0)])
     while pending:
         match pending.popleft():
@@ -110,10 +119,18 @@ def _drive(loop: Loop, store: RunStore, run_id: str) -> FinalResult:
                 pending.extend(loop.call_tool(run_id, step, index) for index in indexes)
             case _:
                 pass
+        if not pending and replies and (questions := store.read_questions(run_id)):
+            pending.append(answer_question(store, run_id, replies.popleft(), next(iter(questions))))
     result = store.read_result(run_id)
     if result is None:
-        raise CeleriacError("the run is waiting (a retry after an error), which run_agent doesn't")
+        raise CeleriacError(_why_waiting(store, run_id))
     return result
+
+
+def _why_waiting(store: RunStore, run_id: str) -> str:
+    if store.read_questions(run_id):
+        return "the model asks the user: give run_agent what is replied, as replies=[...]"
+    return "the run is waiting (a retry after an error), which run_agent doesn't"
 
 
 def _as_reply(reply: Reply, request: ModelRequest) -> ModelReply:

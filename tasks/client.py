@@ -113,6 +113,8 @@ class Client:
 
     def list(self, status: RunStatus | str | None = None, *, limit: int = 100) -> list[RunInfo]:
         """Runs that haven't ended, then the last that have; at most `limit` are looked at."""
+        if status not in (None, *RunStatus):
+            raise InvalidInput(f"status is one of {', '.join(RunStatus)}")
         wanted = None if status is None else RunStatus(status)
         runs = (RunInfo.of(record) for record in self.store.list_runs(limit))
         return [info for info in runs if wanted in (None, info.status)]

@@ -7,7 +7,7 @@
 | 2   | bad input or configuration; nothing was changed |
 | 3   | Redis can't be reached, or what answers isn't Redis |
 | 4   | there is no such run |
-| 5   | the run had already ended, so it can't be cancelled (or not so that it can be resumed) |
+| 5   | the run had already ended, so it can't be cancelled (a second cancel is none) or resumed |
 | 130 | interrupted |
 | 141 | whoever read the output went away |
 

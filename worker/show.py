@@ -100,6 +100,8 @@ def _describe_call_event(event: Event, style: Style) -> str:
             return f"started{_attempt(data)}"
         case "call.progress":
             return _progress(data)
+        case "run.waiting":
+            return f"asks: {_one_line(data.get('question'))}  (celeriac reply {event.run} TEXT)"
         case "call.waiting":
             return f"{_one_line(data.get('error'))}, again in {data.get('delay')} s"
         case "call.finished":
