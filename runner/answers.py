@@ -21,7 +21,8 @@ ANNOUNCEMENT = re.compile(
     r"(?:that|this|the|these|those|your|some|more)\b(?! straight)|(?:start|begin) by \w+ing\b)"
     r"|(?:one|just a|give me a) (?:moment|second)(?:\W*$|,? please\b)|hold on\W*$|hang on\W*$"
     r"|please wait(?:\W*$| while i\b| a moment\W*$)"
-    r"|(?:this|it) (?:may|will|might) take a (?:moment|second|minute|while|bit)\b",
+    r"|(?:this|it) (?:may|will|might) take a (?:moment|second|minute|while|bit)"
+    r"(?:\W*$|,|\bwhile i\b)",
     re.IGNORECASE,
 )
 """How a sentence starts that only says what its speaker is about to do."""
@@ -30,11 +31,16 @@ LEAD = re.compile(
     r"\W*(?:(?:ok(?:ay)?|sure|certainly|of course|alright|great|hmm)\b\W*)?", re.IGNORECASE
 )
 ENDS = re.compile(r"(?<=[.!\n\u2026])\s+")
-ANSWERS = re.compile(
-    r"\?|:\s*\S|\bi need to \w+ (?:\w+ )*your?\b|\b(?:no|not|is|are|was|were|due)\b|n't\b|\bas \d",
-    re.IGNORECASE,
+ANSWERS = re.compile(r"\?|:\s*\S|\bi need to \w+ (?:\w+ )*your?\b", re.IGNORECASE)
+"""A question to the user, or what comes behind a colon: more than an announcement."""
+
+FINDING = re.compile(r"\b(?:no|not|is|are|was|were|due)\b|n't\b|\bas \d", re.IGNORECASE)
+"""A word of what was found, which is more than an announcement too."""
+
+OPEN = re.compile(
+    r"\b(?:if|whether|what|which|that|why|how|when|where|who)\b[^.!\n]*", re.IGNORECASE
 )
-"""A question to the user, what comes behind a colon, a finding: more than an announcement."""
+"""What is still to be found out, up to the end of its sentence: no finding."""
 
 MAX_ANNOUNCEMENT_CHARS = 200
 
@@ -85,7 +91,9 @@ def find_fault(agent: Agent, draft: Draft) -> str | None:
 def _announced(agent: Agent, text: str) -> str | None:
     """Whether a model with tools only says what it is about to do, as one that forgot the call."""
     said = text.strip().replace("\u2019", "'")
-    if not agent.tools or len(said) > MAX_ANNOUNCEMENT_CHARS or ANSWERS.search(said):
+    if not agent.tools or len(said) > MAX_ANNOUNCEMENT_CHARS:
+        return None
+    if ANSWERS.search(said) or FINDING.search(OPEN.sub("", said)):
         return None
     sentences = [LEAD.sub("", each, count=1) for each in ENDS.split(said)]
     announced = [bool(ANNOUNCEMENT.match(each)) for each in sentences if each]

@@ -130,9 +130,7 @@ class Asker:
         try:
             reply = self._hold_step(record, model, request, asked, stream=stream)
         except ModelError as error:
-            # What a server refused, it didn't bill.
-            refused = Usage(requests=1, known=400 <= (error.status or 0) < 500)
-            usage = (error.usage or refused).priced(price)
+            usage = (error.usage or _cost_of(error)).priced(price)
             exchange["error"] = describe_error(error)
             exchange["response"] = error.raw
             raise
@@ -256,6 +254,14 @@ async def _respond(model: Model, request: ModelRequest, heard: Heard | None) -> 
         raise ModelError(
             f"the model raised {name}", type=RunErrorType.MODEL_BAD_RESPONSE
         ) from error
+
+
+def _cost_of(error: ModelError) -> Usage:
+    """What an attempt cost of which the server told no usage."""
+    if error.status is None and error.type is RunErrorType.CONFIG_ERROR:
+        return Usage()  # nothing was sent
+    # What a server refused, it didn't bill; of all else nobody knows.
+    return Usage(requests=1, known=400 <= (error.status or 0) < 500)
 
 
 def _reply_of(call: Call) -> ModelReply:

@@ -70,7 +70,7 @@ from runner.record import RunRecord, dump
 from runner.redact import redact
 from runner.render import clean
 from runner.settings import Settings
-from runner.store import BegunCall, EndedRun, Lost, Outcome, RunStore
+from runner.store import BegunCall, EndedRun, Lost, OpenCall, Outcome, RunStore
 from runner.tools import Executed, Tool, error_result
 from runner.view import View
 from runner.window import Window
@@ -518,7 +518,9 @@ class Loop:
         elif record.invalid_calls + invalid > limits.max_invalid_calls:
             stop = StopReason.REPEATED_ERROR, "max_invalid_calls"
         if stop is not None:
-            return self._end(record, *stop, asked=asked, trace=trace, held=True)
+            return self._end(
+                record, *stop, asked=asked, trace=trace, held=True, answered=_answered(calls)
+            )
         messages = [assistant_message(reply)]
         refused = all(call.result for call in calls)
         if refused:
@@ -539,7 +541,7 @@ class Loop:
             invalid=invalid,
             usage=asked.usage,
             trace=trace,
-            event={"calls": len(calls), "refused": sum(call.result is not None for call in calls)},
+            event=_answered(calls),
             fingerprint=agent.fingerprint,
             warning=warn_of_budgets(
                 agent,
@@ -571,6 +573,7 @@ class Loop:
             held=True,
             answer=asked.answer,
             message=answer_message(reply.text),
+            answered=_answered([]),
         )
 
     def _fail_or_wait(
@@ -809,6 +812,7 @@ class Loop:
         answer: JsonValue = None,
         error: RunError | None = None,
         message: Message | None = None,
+        answered: dict[str, Any] | None = None,
     ) -> Next:
         if limit is not None:
             error = RunError(type=stop_reason, message=_limit_message(limit, _limits(record)))
@@ -826,6 +830,7 @@ class Loop:
             usage=asked.usage if asked else None,
             steps=1 if asked and asked.exchanges else 0,
             trace=trace,
+            answered=answered,
         )
         if ended.outcome is Outcome.STEP:
             return NextStep(record.run_id, ended.step)
@@ -939,6 +944,11 @@ def _results_in(trace: list[dict[str, Any]]) -> list[ToolResult]:
 def _is_out(error: ModelError) -> bool:
     """Whether another model may well answer what this one didn't."""
     return error.type in OUT or (error.type is RunErrorType.CONFIG_ERROR and error.status == 404)
+
+
+def _answered(calls: list[OpenCall]) -> dict[str, Any]:
+    """What an event says of a model's turn."""
+    return {"calls": len(calls), "refused": sum(call.result is not None for call in calls)}
 
 
 def _after_result(run_id: str, step: int, outcome: Outcome, turn: int | None) -> Next:

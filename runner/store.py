@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import socket
 import time
 import uuid
@@ -96,6 +97,9 @@ MAX_CROWDED = 50
 
 LIMIT_KEYS = [keys.slots(""), keys.waiting(""), keys.CROWDED]
 """Where the places of limits are; a script puts a limit's name behind the first two."""
+
+CERT_WORD = re.compile(r"ssl_cert_reqs=CERT_(\w+)")
+"""How Celery writes what redis-py calls required, optional or none."""
 
 REFUSES_FOR_NOW = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY")
 """How the errors start that redis-py has no class for and that pass."""
@@ -213,6 +217,7 @@ class Lost:
 def connect(url: str) -> redis.Redis:
     """A client with bounded waits: a dead server is an error within seconds, never a hang."""
     # redis-py refuses this option for a socket in the file system.
+    url = CERT_WORD.sub(lambda found: f"ssl_cert_reqs={found[1].lower()}", url)
     over_network = {} if url.startswith("unix:") else {"socket_keepalive": True}
     return redis.Redis.from_url(
         url,
@@ -357,6 +362,7 @@ class RunStore:
         usage: Usage | None = None,
         steps: int = 0,
         trace: dict[str, Any] | None = None,
+        answered: dict[str, Any] | None = None,
     ) -> EndedRun:
         """End a run once: as the holder of its step, or from outside.
 
@@ -400,6 +406,7 @@ class RunStore:
                 keys.NUDGE,
                 ms(self.settings.hint_grace),
                 int(held),
+                dump(answered) if answered else "",
             ],
         )
         if reply[0] is Outcome.STEP:

@@ -12,13 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fakeredis
 from pydantic import JsonValue
 
 from runner.agents import Agent, Agents
 from runner.context import goal_message
 from runner.errors import CeleriacError, ScriptError
-from runner.loop import CallTools, Loop, Next, NextStep, approve_call, deny_call
+from runner.loop import (
+    CallTools,
+    Loop,
+    Next,
+    NextStep,
+    answer_question,
+    approve_call,
+    deny_call,
+)
 from runner.models import (
     Approval,
     Final,
@@ -36,6 +43,11 @@ from runner.replay import replay as replay_recording
 from runner.settings import Settings
 from runner.store import RunStore
 
+try:
+    import fakeredis
+except ImportError as error:
+    raise ImportError("runner.testing needs fakeredis: pip install 'celeriac[testing]'") from error
+
 Reply = str | ToolCalls | Final | Exception | Callable[[ModelRequest], "Reply"]
 
 USAGE = Usage(requests=1, prompt_tokens=10, completion_tokens=5, total_tokens=15)
@@ -50,6 +62,7 @@ class ScriptedModel:
 
     def __init__(self, replies: Sequence[Reply]) -> None:
         self._replies = deque(replies)
+        self.name: str | None = None
         self.requests: list[ModelRequest] = []
 
     async def respond(self, request: ModelRequest) -> ModelReply:
@@ -80,16 +93,21 @@ def run_agent(
     model: ScriptedModel | None = None,
     principal: Principal | None = None,
     metadata: Mapping[str, JsonValue] | None = None,
+    replies: Sequence[str] = (),
     approve: Callable[[Approval], bool | str] | None = None,
 ) -> FinalResult:
     """Run an agent to its end, here and now, through the same loop and the same transitions.
 
-    `model` takes the place of the agent's own. A wait (a retry after an error) isn't slept through:
-    it raises, since a test that means to wait wants a real worker. `approve` is asked of each call
-    that needs an approval, when nothing else moves: True, or False or a reason to deny it.
+    `model` takes the place of the agent's own, under its name. `replies` are what the user answers
+    to the model's questions, in order (an agent with `clarify`). `approve` is asked of each call
+    that needs an approval, when nothing else moves: True, or False or a reason to deny it. A wait
+    (a retry after an error) isn't slept through: it raises, since a test that means to wait wants a
+    real worker.
     """
     settings = Settings()
     store = RunStore(settings, fakeredis.FakeRedis(decode_responses=True))
+    if model is not None and isinstance(agent.model, str):
+        model.name = agent.model
     used = agent if model is None else replace(agent, model=model)
     loop = Loop(store, Agents([used]), settings=settings)
     run_id = "run-under-test"
@@ -102,7 +120,7 @@ def run_agent(
         metadata=metadata,
     )
     try:
-        return _drive(loop, store, run_id, approve)
+        return _drive(loop, store, run_id, deque(replies), approve)
     finally:
         loop.close()
 
@@ -119,7 +137,11 @@ def replay(recorded: Recording | Path | str, agent: Agent) -> Replayed:
 
 
 def _drive(
-    loop: Loop, store: RunStore, run_id: str, approve: Callable[[Approval], bool | str] | None
+    loop: Loop,
+    store: RunStore,
+    run_id: str,
+    replies: deque[str],
+    approve: Callable[[Approval], bool | str] | None,
 ) -> FinalResult:
     pending: deque[Next] = deque([NextStep(run_id, 0)])
     while pending:
@@ -130,12 +152,13 @@ def _drive(
                 pending.extend(loop.call_tool(run_id, step, index) for index in indexes)
             case _:
                 pass
-        waiting = [] if pending else store.read_approvals(run_id)
-        if waiting:
+        if not pending and replies and (questions := store.read_questions(run_id)):
+            pending.append(answer_question(store, run_id, replies.popleft(), next(iter(questions))))
+        if not pending and (waiting := store.read_approvals(run_id)):
             pending.append(_decide(store, run_id, waiting[0], approve))
     result = store.read_result(run_id)
     if result is None:
-        raise CeleriacError("the run is waiting (a retry after an error), which run_agent doesn't")
+        raise CeleriacError(_why_waiting(store, run_id))
     return result
 
 
@@ -155,6 +178,12 @@ def _decide(
         return approve_call(store, run_id, waiting.call_id, digest=waiting.digest)
     reason = decision if isinstance(decision, str) else "denied by the test"
     return deny_call(store, run_id, waiting.call_id, reason, digest=waiting.digest)
+
+
+def _why_waiting(store: RunStore, run_id: str) -> str:
+    if store.read_questions(run_id):
+        return "the model asks the user: give run_agent what is replied, as replies=[...]"
+    return "the run is waiting (a retry after an error), which run_agent doesn't"
 
 
 def _as_reply(reply: Reply, request: ModelRequest) -> ModelReply:

@@ -109,8 +109,9 @@ class Client:
         self._agents = agents
         # Never the current app: the caller may well have a Celery app of their own.
         self._app = _Publisher("celeriac-client", set_as_current=False)
-        self._app.conf.update(publishing_config(settings))
-        self._app.backend_cls = settings.result_backend or None
+        config = publishing_config(settings)
+        self._app.conf.update(config)
+        self._app.backend_cls = config.get("result_backend")
 
     def for_principal(self, principal: Principal | Mapping[str, Any]) -> Client:
         """The same client acting for somebody: one for each request, say. It shares connections.
@@ -211,6 +212,8 @@ class Client:
 
     def list(self, status: RunStatus | str | None = None, *, limit: int = 100) -> list[RunInfo]:
         """Runs that haven't ended, then the last that have; at most `limit` are looked at."""
+        if status not in (None, *RunStatus):
+            raise InvalidInput(f"status is one of {', '.join(RunStatus)}")
         wanted = None if status is None else RunStatus(status)
         tenant = None if self.principal is None else self.principal.tenant
         runs = (RunInfo.of(record) for record in self.store.list_runs(limit, tenant=tenant))

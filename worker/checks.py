@@ -103,6 +103,11 @@ def _check_promises(app: Celery, settings: Settings) -> None:
                 f"task_annotations change how {task.name} is acknowledged or its result kept; "
                 "leave acks_late, reject_on_worker_lost and ignore_result out"
             )
+        if task.rate_limit or task.priority is not None:
+            raise SettingsError(
+                f"task_annotations hold hints of {task.name} where recovery can't see them; "
+                "leave rate_limit and priority out"
+            )
 
 
 def _check_config(app: Celery) -> None:

@@ -217,9 +217,7 @@ def submit(options: argparse.Namespace) -> int:
             else:
                 _say(run.id)
             return DONE
-        if not options.json:
-            _say(run.id)
-        result = _wait(run)
+        result = _wait(run, announce=not options.json)
     if options.json:
         _say_json(result.model_dump(mode="json"))
     else:
@@ -509,11 +507,13 @@ def _client(settings: Settings, agents: Agents | None = None) -> Client:
     return Client(settings=settings, agents=agents)
 
 
-def _wait(run: Run) -> FinalResult:
+def _wait(run: Run, *, announce: bool) -> FinalResult:
     """The result, as soon as there is one. Whatever ends the wait before doesn't end the run."""
     from runner.errors import RedisUnavailable
 
     try:
+        if announce:
+            _say(run.id)
         return run.result()
     except KeyboardInterrupt:
         print(f"celeriac: the run goes on: celeriac events {run.id}", file=sys.stderr)

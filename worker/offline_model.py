@@ -513,7 +513,6 @@ def check_request(body: object) -> dict[str, Any]:
     messages, tools = body.get("messages"), body.get("tools") or []
     _require(isinstance(messages, list) and messages != [], "messages must be a list, not empty")
     _require(isinstance(tools, list), "tools must be a list")
-    _require(not body.get("stream"), "the offline model does not stream; leave stream out")
     for index, tool in enumerate(tools):
         match tool:
             case {"type": "function", "function": {"name": str()}}:
@@ -579,6 +578,23 @@ def _require(condition: bool, problem: str) -> None:
 
 def _error(message: str, type: str = "invalid_request_error") -> dict[str, Any]:
     return {"error": {"message": message, "type": type, "param": None, "code": None}}
+
+
+def split_answer(answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A whole answer as the chunks of a stream: a few words each, the calls, the usage."""
+    [choice] = answer["choices"]
+    message = choice["message"]
+    head = {key: answer[key] for key in ("id", "created", "model")}
+    head["object"] = "chat.completion.chunk"
+    words = re.findall(r"\S+\s*|\s+", message.get("content") or "")
+    deltas: list[dict[str, Any]] = [{"role": "assistant"}]
+    deltas += [{"content": "".join(words[at : at + 4])} for at in range(0, len(words), 4)]
+    if entries := message.get("tool_calls"):
+        deltas.append({"tool_calls": [{"index": n, **each} for n, each in enumerate(entries)]})
+    for delta in deltas:
+        yield head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+    end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    yield head | {"choices": [end], "usage": answer["usage"]}
 
 
 # --- the server --------------------------------------------------------------------------------
@@ -651,7 +667,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         try:
-            self._send(HTTPStatus.OK, self._answer())
+            body = self._read_request()
+            answer = respond(body)
+            if body.get("stream"):
+                self._send_stream(answer)
+            else:
+                self._send(HTTPStatus.OK, answer)
         except BadRequest as problem:
             self._send(problem.status, _error(str(problem)))
         except Exception as error:  # noqa: BLE001 - an answer, whatever a rule stumbled over
@@ -663,7 +684,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._send(HTTPStatus.NOT_FOUND, _error(NO_SUCH_PATH))
 
-    def _answer(self) -> dict[str, Any]:
+    def _read_request(self) -> dict[str, Any]:
         # Read before anything is refused: to close on unread data would reset the connection.
         body = self._read_body()
         if self.path.partition("?")[0] != "/v1/chat/completions":
@@ -672,7 +693,7 @@ class _Handler(BaseHTTPRequestHandler):
             parsed = json.loads(body)
         except (ValueError, RecursionError):
             raise BadRequest("the body is not JSON") from None
-        return respond(parsed)
+        return check_request(parsed)
 
     def _read_body(self) -> bytes:
         length = self.headers.get("Content-Length", "")
@@ -689,6 +710,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
+
+    def _send_stream(self, answer: dict[str, Any]) -> None:
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        for chunk in split_answer(answer):
+            self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+        self.wfile.write(b"data: [DONE]\n\n")
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: the live view has the terminal."""

@@ -119,6 +119,8 @@ def _describe_call_event(event: Event, style: Style) -> str:
             return _decided(data, style)
         case "call.progress":
             return _progress(data)
+        case "run.waiting":
+            return f"asks: {_one_line(data.get('question'))}  (celeriac reply {event.run} TEXT)"
         case "call.waiting":
             if data.get("reason") == "LIMIT":
                 return f"waits for a place under {_one_line(data.get('limit'))}"

@@ -40,6 +40,7 @@
 -- ARGV[20] channel for the nudge
 -- ARGV[21] grace in ms, for the holder to deliver what the end was promised to
 -- ARGV[22] held 1 by the holder of the step, 0 from outside
+-- ARGV[23] answered event data as JSON, where the model has answered, or empty
 -- Returns OK | STEP | ALREADY | STALE | FENCED, with the stop reason that stands, 1 where its end was promised to somebody, and the run that begins now; or (STEP) with the step that was opened
 local status, phase, step, epoch, stop, gone_on = unpack(
   redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'epoch', 'stop_reason', 'gone_on'))
@@ -79,8 +80,8 @@ end
 if ARGV[18] ~= '' then
   redis.call('RPUSH', KEYS[7], ARGV[18])
 end
-if tonumber(ARGV[11]) > 0 then
-  add_event(KEYS[6], ARGV[10], 'model.answered', step, '', '{"calls":0}')
+if ARGV[23] ~= '' then
+  add_event(KEYS[6], ARGV[10], 'model.answered', step, '', ARGV[23])
 end
 add_usage(KEYS[1], ARGV[11], ARGV[12], ARGV[13], ARGV[14], ARGV[15], ARGV[16])
 if ARGV[3] == 'COMPLETED' and ARGV[2] ~= '' and redis.call('LLEN', KEYS[12]) > 0 then

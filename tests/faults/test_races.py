@@ -801,7 +801,14 @@ def test_r35_quick_steps_dont_wait_for_a_long_one(open_fleet: OpenStage) -> None
 
 # --- what stays -----------------------------------------------------------------------------------
 
-LASTING = {keys.DUE, keys.RUNS, keys.AGENTS, keys.seen(STEPS_QUEUE), keys.seen(TOOLS_QUEUE)}
+LASTING = {
+    keys.DUE,
+    keys.RUNS,
+    keys.AGENTS,
+    keys.AGENTS_SEEN,
+    keys.seen(STEPS_QUEUE),
+    keys.seen(TOOLS_QUEUE),
+}
 """One entry for each run that is there, for each agent, for each queue; they never grow beyond."""
 
 

@@ -158,7 +158,14 @@ def test_r27_memory_stays_flat_over_thousands_of_steps(open_soak: OpenSoak) -> N
 def test_r43_ten_thousand_runs_leave_no_key_behind(open_soak: OpenSoak) -> None:
     stage = open_soak(CELERIAC_RETENTION="5")
     redis = raw_client(stage.fleet.redis_url)
-    lasting = {keys.DUE, keys.RUNS, keys.AGENTS, keys.seen(STEPS_QUEUE), keys.seen(TOOLS_QUEUE)}
+    lasting = {
+        keys.DUE,
+        keys.RUNS,
+        keys.AGENTS,
+        keys.AGENTS_SEEN,
+        keys.seen(STEPS_QUEUE),
+        keys.seen(TOOLS_QUEUE),
+    }
 
     def left() -> list[str]:
         return [

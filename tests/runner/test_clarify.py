@@ -7,12 +7,22 @@ from typing import Any
 
 import pytest
 
-from runner import Agent, InvalidInput, Limits, RunNotFound, RunStatus, StopReason, tool
+from runner import (
+    Agent,
+    CeleriacError,
+    InvalidInput,
+    Limits,
+    Price,
+    RunNotFound,
+    RunStatus,
+    StopReason,
+    tool,
+)
 from runner import keys as redis_keys
 from runner.errors import ToolDefinitionError
 from runner.loop import CLOSER, CallTools, Finish, NextStep, Skip, Wait, answer_question, cancel_run
 from runner.store import Outcome, RunStore
-from runner.testing import ScriptedModel, calls
+from runner.testing import ScriptedModel, calls, run_agent
 from support.loops import RUN, Loops, check_requests, drive, open_loops
 
 WHICH = ("ask_user", {"question": "Which order?"})
@@ -288,3 +298,14 @@ def test_a_run_whose_question_nobody_answered_is_resumed_and_may_ask_again(loops
     assert drive(loop, loops.reply("A001")) == Finish(RUN, StopReason.COMPLETED)
     assert loops.contents() == [CLOSER, "A001"]
     check_requests(loops.store, model.requests)
+
+
+def test_a_users_test_replies_to_the_models_questions() -> None:
+    agent = Agent(name="a", model="m", clarify=True, prices={"m": Price(prompt=1, completion=1)})
+    asking = calls(("ask_user", {"question": "which?"}))
+
+    result = run_agent(agent, "go", model=ScriptedModel([asking, "done"]), replies=["the lamp"])
+
+    assert (result.answer, result.usage.cost) == ("done", 30 / 1_000_000)
+    with pytest.raises(CeleriacError, match="replies="):
+        run_agent(agent, "go", model=ScriptedModel([asking]))

@@ -168,11 +168,11 @@ def test_a_refused_call_uses_up_no_call_of_its_tool() -> None:
 
 
 def test_an_answer_or_a_question_is_never_one_call_too_many() -> None:
-    asking = decide_for_all(LOOK, QUESTION, used=5, max_tool_calls=5)
-    assert errors(asking) == ["CALL_LIMIT", None]
-    answering = decide_for_all(LOOK, SUBMIT, used=5, max_tool_calls=5)
-    assert errors(answering) == ["CALL_LIMIT", None]
-    assert gives_answer(ASKING, answering)
+    asked = decide_for_all(LOOK, QUESTION, used=5, max_tool_calls=5)
+    assert errors(asked) == ["CALL_LIMIT", None]
+    answered = decide_for_all(LOOK, SUBMIT, used=5, max_tool_calls=5)
+    assert errors(answered) == ["CALL_LIMIT", None]
+    assert gives_answer(ASKING, answered)
 
 
 def test_nobody_is_asked_in_a_turn_that_gives_the_answer() -> None:

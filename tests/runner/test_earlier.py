@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runner import InvalidInput, ModelRequest
@@ -143,6 +143,7 @@ built = st.fixed_dictionaries(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(shapes | built, max_size=6))
 def test_what_is_taken_can_be_sent_and_anything_else_is_invalid_input(messages: list[Any]) -> None:
     try:

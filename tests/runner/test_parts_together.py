@@ -157,7 +157,7 @@ def test_an_answer_that_is_no_end_lets_go_of_its_place_at_the_model(loops: Loops
     used: Any = loops.store.redis.hget(keys.pace("e"), "used")
     assert int(used) > loops.record.created + 60_000
     cancel_run(loops.store, RUN, "enough")
-    loops.agents.clear()  # its trace has no entry for what was done by hand
+    loops.moved_by_hand()
 
 
 def test_a_step_that_is_let_go_of_says_what_tokens_it_used(loops: Loops) -> None:
@@ -174,7 +174,7 @@ def test_a_step_that_is_let_go_of_says_what_tokens_it_used(loops: Loops) -> None
     assert int(until) > loops.record.created + 60_000
     assert loops.record.usage.total_tokens == 120
     cancel_run(loops.store, RUN, "enough")
-    loops.agents.clear()
+    loops.moved_by_hand()
 
 
 def test_a_deletion_leaves_nothing_of_a_run_that_used_every_part(loops: Loops) -> None:
@@ -190,7 +190,7 @@ def test_a_deletion_leaves_nothing_of_a_run_that_used_every_part(loops: Loops) -
     assert loops.store.delete_run(RUN) is Outcome.OK
     left = [str(each) for each in loops.store.redis.scan_iter("*") if RUN in str(each)]
     assert left == []
-    loops.agents.clear()
+    loops.moved_by_hand()
 
 
 def test_a_run_whose_tools_have_limits_and_rates_comes_out_the_same_in_a_replay(

@@ -40,6 +40,10 @@ class Loops:
         )
         return self.open(agent)
 
+    def moved_by_hand(self) -> None:
+        """What a test does without the loop is in no trace: its runs can't be replayed."""
+        self.agents.clear()
+
     def open(self, agent: Agent) -> Loop:
         """A loop for a run that there is already, as another worker has one."""
         self.agents[RUN] = agent

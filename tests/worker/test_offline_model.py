@@ -15,7 +15,8 @@ import openai
 import pytest
 
 from examples import orders, workspace
-from runner import Agent, Context
+from runner import Agent, Context, Final, ModelRequest, ToolCalls
+from runner.model import OpenAIModel
 from runner.tools import execute
 from worker.offline_model import OfflineModel, decide, find_cities, find_orders, summarize
 
@@ -438,7 +439,6 @@ MALFORMED: dict[str, Any] = {
     "a second result": {"model": "m", "messages": [TURN, RESULT, RESULT]},
     "tools as a dict": {"model": "m", "messages": [user("a")], "tools": {"a": 1}},
     "a tool without a name": {"model": "m", "messages": [user("a")], "tools": [{"type": "x"}]},
-    "a stream": {"model": "m", "messages": [user("a")], "stream": True},
 }
 
 
@@ -519,3 +519,24 @@ def test_it_can_be_started_again_and_starting_twice_changes_nothing() -> None:
         assert post(model, b"{}")[0] == 400
     finally:
         model.stop()
+
+
+@pytest.mark.parametrize("goal", ["What is in this folder?", ""])
+def test_a_stream_holds_what_a_plain_answer_does(model: OfflineModel, goal: str) -> None:
+    tool = {"type": "function", "function": {"name": "list_files", "parameters": {}}}
+    request = ModelRequest(
+        model="m", messages=({"role": "user", "content": goal},), tools=(tool,) if goal else ()
+    )
+    client = OpenAIModel(model.url, "offline")
+    heard: list[str] = []
+
+    plain = asyncio.run(client.respond(request))
+    streamed = asyncio.run(client.stream(request, heard.append))
+
+    assert isinstance(plain, ToolCalls if goal else Final)
+    assert (plain.text, plain.usage) == (streamed.text, streamed.usage)
+    assert "".join(heard) == (plain.text or "")
+    if isinstance(plain, ToolCalls) and isinstance(streamed, ToolCalls):
+        assert [(each.name, each.arguments) for each in plain.calls] == [
+            (each.name, each.arguments) for each in streamed.calls
+        ]
