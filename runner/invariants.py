@@ -36,6 +36,7 @@ class Look:
     results: dict[str, str]
     events: list[Event]
     trace: list[dict[str, Any]]
+    unread: int
     call_count: int
     answered_by_tool: bool
     due: float | None
@@ -123,12 +124,15 @@ def _read(store: RunStore, run_id: str) -> Look | list[str]:
     pipe.hgetall(keys.results(run_id))
     pipe.xrange(keys.events(run_id))
     pipe.lrange(keys.trace(run_id), 0, -1)
+    pipe.llen(keys.inbox(run_id))
     pipe.zscore(keys.DUE, run_id)
     pipe.zscore(keys.RUNS, run_id)
     for name in names:
         pipe.pttl(name)
     with reporting_redis_errors():
-        fields, messages, calls, results, events, trace, due, expires, *ttls = pipe.execute()
+        fields, messages, calls, results, events, trace, unread, due, expires, *ttls = (
+            pipe.execute()
+        )
     found = dict(zip(names, ttls, strict=True))
     if not fields:
         left = [name for name, ttl in found.items() if ttl == NO_TTL]
@@ -142,6 +146,7 @@ def _read(store: RunStore, run_id: str) -> Look | list[str]:
         results=results,
         events=[parse_event(run_id, entry_id, entry) for entry_id, entry in events],
         trace=[json.loads(text) for text in trace],
+        unread=unread,
         call_count=int(fields.get("calls") or 0),
         answered_by_tool="final" in fields,
         due=due,
@@ -250,6 +255,8 @@ def _check_turns(look: Look) -> Iterator[str]:
     finals = [at for at in blocks if _is_final(look.messages[at])]
     # The run goes on after an answer where its user had said something meanwhile.
     ends = [at for at in finals if not _is_said(look.messages[at + 1 : at + 2])]
+    if look.unread and not look.finished:
+        ends = [at for at in ends if at < len(look.messages) - 1]  # its next step will read it
     if ends != ([len(look.messages) - 1] if completed else []):
         yield f"final answers stand at {finals} of {len(look.messages)} messages"
 
