@@ -443,15 +443,15 @@ class _Player:
             # A tool's answer, after which the run went on: it is told before the step begins.
             self.loop.advance(self.run_id, self._record().step)
 
-    def _say_behind(self, at: int) -> None:
-        """Send what the user said while the answer that stands `at` this place was made."""
+    def _say_behind(self, at: int) -> bool:
+        """Send what the user said while the answer that stands `at` this place was made, if any."""
         messages = self.recording.messages[at : at + 1]
         if not messages or messages[0]["role"] != "assistant" or messages[0].get("tool_calls"):
-            return
-        said = itertools.takewhile(
-            lambda each: each["role"] == "user", self.recording.messages[at + 1 :]
-        )
-        self._say(tuple(said))
+            return False
+        behind = self.recording.messages[at + 1 :]
+        said = tuple(itertools.takewhile(lambda each: each["role"] == "user", behind))
+        self._say(said)
+        return bool(said)
 
     def _say_last(self) -> None:
         """Send what the user had said, and no step had read, when the run ended."""
@@ -617,6 +617,10 @@ class _Player:
             return
         self.loop.may_stop = True
         self.answers.left.clear()
+        if record.final is not None and self._say_behind(self._length()):
+            # A tool's answer was no end, and another end came before the next step.
+            self.loop.advance(self.run_id, record.step)
+            record = self._record()
         self._say_last()
         if stop_reason is StopReason.CANCELLED:
             cancel_run(self.store, self.run_id, error.message if error else "")
