@@ -110,10 +110,6 @@ def check_recovery(stage: Stage, kills: int) -> None:
         assert p99 <= LEASE + MARGIN
 
 
-def test_another_worker_begins_within_the_lease_and_two_seconds(stage: Stage) -> None:
-    check_recovery(stage, 3)
-
-
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
 def test_another_worker_begins_in_time_after_each_of_many_kills(stage: Stage) -> None:
