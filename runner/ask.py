@@ -64,19 +64,22 @@ class Asked:
     exchanges: list[dict[str, Any]] = field(default_factory=list)
     answer: JsonValue = None
     progress: Progress = field(default_factory=Progress)
-    ended: bool = False
-    call: Call | None = None
+    woken: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
 
-    def hold(self, call: Call) -> None:
-        self.call = call
-        if self.ended:
-            call.cancel()
+    def wake(self) -> None:
+        """The run may have been ended from outside: whoever waits is to look now.
 
-    def end(self) -> None:
-        """The run was ended from outside: drop the model call, if one is running."""
-        self.ended = True
-        if self.call is not None:
-            self.call.cancel()
+        No more than that: the word may be of an end that came before the run was resumed.
+        """
+        if not self.woken.done():
+            self.woken.set_result(None)
+
+    def was_woken(self) -> bool:
+        """Whether so, since this was last asked."""
+        woken = self.woken.done()
+        if woken:
+            self.woken = concurrent.futures.Future()
+        return woken
 
 
 class Heard:
@@ -161,17 +164,16 @@ class Asker:
         heard = Heard()
         call = background.submit(_respond(model, request, heard if stream else None))
         self._calls.add(call)
-        asked.hold(call)
         if self.stopping:
             call.cancel()  # the stop came between the two lines above, and didn't see it
         try:
-            self._wait(record, call, heard if stream else None, len(asked.exchanges))
+            self._wait(record, call, asked, heard if stream else None)
             return _reply_of(call)
         finally:
             call.cancel()  # whatever went wrong here: nobody waits for the answer any more
             self._calls.discard(call)
 
-    def keep_lease(self, record: RunRecord, work: Callable[[], T]) -> T:
+    def keep_lease(self, record: RunRecord, asked: Asked, work: Callable[[], T]) -> T:
         """Do what may take long, such as a user's check, without losing the step meanwhile.
 
         It can't be interrupted: if the step has no say any more, its result is dropped.
@@ -187,28 +189,33 @@ class Asker:
                 future.set_exception(error)
 
         threading.Thread(target=run, name="celeriac-check", daemon=True).start()
-        self._wait(record, future)
+        self._wait(record, future, asked)
         return future.result()
 
     def _wait(
         self,
         record: RunRecord,
         call: concurrent.futures.Future[Any],
+        asked: Asked,
         heard: Heard | None = None,
-        exchange: int = 0,
     ) -> None:
         """Wait for the end of `call` under the step's lease."""
         renew_every = self._settings.renew_every
         renew_at = time.monotonic() + renew_every
         while True:
             left = max(0.0, renew_at - time.monotonic())
-            concurrent.futures.wait([call], timeout=left if heard is None else TELL_EVERY)
+            concurrent.futures.wait(
+                [call, asked.woken],
+                timeout=left if heard is None else TELL_EVERY,
+                return_when=concurrent.futures.FIRST_COMPLETED,
+            )
             done = call.done()  # looked at first: what came up to the end is told below
             if heard is not None and (text := heard.take()):
-                self._tell(record, text, exchange)
+                self._tell(record, text, len(asked.exchanges))
             if done and not call.cancelled():
                 return
-            if not call.cancelled() and time.monotonic() < renew_at:
+            woken = asked.was_woken()
+            if not call.cancelled() and not woken and time.monotonic() < renew_at:
                 continue
             renew_at = time.monotonic() + renew_every
             try:

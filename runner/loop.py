@@ -223,7 +223,7 @@ class Loop:
             return NextStep(run_id, step)  # popped on the way out: it is for another worker
         asked = Asked()
         # Watched from before it begins: no end from outside falls into a gap.
-        with self._nudges.watch(run_id, asked.end):
+        with self._nudges.watch(run_id, asked.wake):
             return self._advance(run_id, step, asked)
 
     def _advance(self, run_id: str, step: int, asked: Asked) -> Next:
@@ -387,7 +387,7 @@ class Loop:
             if isinstance(reply, ToolCalls):
                 return reply
             problem = self._asker.keep_lease(
-                record, partial(self._check_answer, agent, record, history, reply, asked)
+                record, asked, partial(self._check_answer, agent, record, history, reply, asked)
             )
             if problem is None:
                 return reply

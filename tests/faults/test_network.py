@@ -83,7 +83,7 @@ def test_r04_a_worker_that_is_cut_off_is_replaced_and_comes_back(
         alive(stage)
 
 
-@pytest.mark.parametrize("how", ["refuse", "black_hole"])
+@pytest.mark.parametrize("how", ["refuse", pytest.param("black_hole", marks=pytest.mark.soak)])
 def test_r07_a_broker_that_is_away_delays_runs_and_nothing_else(
     behind_proxy: tuple[ValkeyServer, Proxy], tmp_path: Path, how: str
 ) -> None:

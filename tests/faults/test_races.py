@@ -30,7 +30,7 @@ from runner import Event, RunFinished, RunStatus, StopReason, keys
 from runner.models import Limits, ToolDecision, ToolResult, Usage
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
 from runner.store import BegunStep, EndedRun, OpenCall, Outcome, RunStore
-from support.fleet import raw_client, url_of
+from support.fleet import LASTING, raw_client, url_of
 from support.model_server import Reply, calls, error, final
 from support.stage import OpenStage, Stage, by_turn, open_stage
 from tasks import Run
@@ -800,16 +800,6 @@ def test_r35_quick_steps_dont_wait_for_a_long_one(open_fleet: OpenStage) -> None
 
 
 # --- what stays -----------------------------------------------------------------------------------
-
-LASTING = {
-    keys.DUE,
-    keys.RUNS,
-    keys.AGENTS,
-    keys.AGENTS_SEEN,
-    keys.seen(STEPS_QUEUE),
-    keys.seen(TOOLS_QUEUE),
-}
-"""One entry for each run that is there, for each agent, for each queue; they never grow beyond."""
 
 
 def lasting(key: str) -> bool:

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from runner import StopReason, keys
-from runner.settings import STEPS_QUEUE, TOOLS_QUEUE
-from support.fleet import raw_client
+from runner.settings import TOOLS_QUEUE
+from support.fleet import LASTING, raw_client
 from support.model_server import Reply, calls, final
 from support.stage import Stage, open_stage
 from tasks import Run
@@ -158,20 +158,12 @@ def test_r27_memory_stays_flat_over_thousands_of_steps(open_soak: OpenSoak) -> N
 def test_r43_ten_thousand_runs_leave_no_key_behind(open_soak: OpenSoak) -> None:
     stage = open_soak(CELERIAC_RETENTION="5")
     redis = raw_client(stage.fleet.redis_url)
-    lasting = {
-        keys.DUE,
-        keys.RUNS,
-        keys.AGENTS,
-        keys.AGENTS_SEEN,
-        keys.seen(STEPS_QUEUE),
-        keys.seen(TOOLS_QUEUE),
-    }
 
     def left() -> list[str]:
         return [
             key
             for key in redis.scan_iter("*", count=1000)
-            if key not in lasting and not key.startswith("_kombu.binding")
+            if key not in LASTING and not key.startswith("_kombu.binding")
         ]
 
     total = scaled(10_000, 200)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import json
 import threading
 import time
@@ -1335,3 +1337,47 @@ def test_an_option_of_a_tool_that_cannot_be_is_refused(option: dict[str, Any]) -
         def look(place: str) -> str:
             """Look somewhere."""
             return place
+
+
+def test_word_of_an_end_that_came_before_a_resume_costs_no_model_call(
+    start: Start, store: RunStore
+) -> None:
+    class Patient:
+        """Answers when it is told to, and keeps how often it was asked."""
+
+        def __init__(self) -> None:
+            self.asked, self.answer = threading.Semaphore(0), threading.Event()
+
+        async def respond(self, request: ModelRequest) -> ModelReply:
+            self.asked.release()
+            await asyncio.to_thread(self.answer.wait, 5)
+            return final("only once")
+
+    model = Patient()
+    loop = start(model=model)
+    with background_step(loop) as step:
+        assert model.asked.acquire(timeout=5)
+        store.redis.publish(redis_keys.NUDGE, RUN)
+        renewed = wait_for_lease(store)
+        model.answer.set()
+        assert step.result(5) == Finish(RUN, StopReason.COMPLETED)
+    assert renewed
+    assert not model.asked.acquire(blocking=False)
+
+
+@contextlib.contextmanager
+def background_step(loop: Loop) -> Iterator[concurrent.futures.Future[Next]]:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        yield pool.submit(loop.advance, RUN, 0)
+
+
+def wait_for_lease(store: RunStore) -> bool:
+    """Whether the lease is renewed soon, and long before its turn: somebody was woken."""
+    key = redis_keys.run(RUN)
+    before = store.redis.hget(key, "lease")
+    ends_at = time.monotonic() + 4
+    while time.monotonic() < ends_at:
+        if store.redis.hget(key, "lease") != before:
+            return True
+        time.sleep(0.01)
+    return False

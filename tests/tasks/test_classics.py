@@ -119,7 +119,7 @@ def test_a_fatal_tool_error_ends_the_run(stage: Stage) -> None:
     assert len(stage.requests(run)) == 1
 
 
-def test_a_tool_that_hangs_gets_one_timeout_result(stage: Stage) -> None:
+def test_r22_a_tool_that_hangs_gets_one_timeout_result(stage: Stage) -> None:
     run = stage.submit([calls(("hang", {}), ("ping", {}))])
 
     assert run.result(timeout=20).ok
@@ -139,7 +139,7 @@ def test_an_idempotent_tool_that_hangs_is_started_again_within_its_attempts(stag
     assert attempts == [1, 2]
 
 
-def test_a_tool_that_swallows_its_interrupt_is_ended_with_its_process(stage: Stage) -> None:
+def test_r23_a_tool_that_swallows_its_interrupt_is_ended_with_its_process(stage: Stage) -> None:
     run = stage.submit([calls(("stubborn", {})), calls(("ping", {}))])
 
     assert run.result(timeout=30).ok
