@@ -47,15 +47,16 @@ def deny(
     *,
     decided: Decided,
     digest: str | None = None,
-) -> tuple[int, Outcome]:
+) -> tuple[int, Outcome, int | None]:
     """Give a call the `DENIED` result with this reason; answers its step and how the step is now.
 
-    `Outcome.LAST`: that was the last call of its step. Raises as `approve` does.
+    `Outcome.LAST`: that was the last call of its step; then the number of the next one, where its
+    hint is to be published. Raises as `approve` does.
     """
     step, index = _parse(run_id, call_id)
     shown = _find(store, run_id, call_id)
     result = denial(call_id, shown.tool if shown else "", reason)
-    outcome, _ = store.record_result(
+    outcome, turn = store.record_result(
         run_id,
         step,
         index,
@@ -66,7 +67,7 @@ def deny(
     )
     if outcome not in (Outcome.WAIT, Outcome.LAST):
         raise _explain(store, run_id, call_id, outcome)
-    return step, outcome
+    return step, outcome, turn
 
 
 def denial(call_id: str, name: str, reason: str) -> ToolResult:

@@ -1,9 +1,8 @@
-"""Runs one tool call under its lease: a thread beside the body renews it, and ends the body."""
+"""Runs one tool call to its result, or to the reason why this attempt has no say any more."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -11,15 +10,13 @@ from datetime import UTC, datetime
 from runner import keys
 from runner.errors import RedisUnavailable
 from runner.interrupt import Body, ToolInterrupted
+from runner.keeper import KILL_GRACE, HeldCall, keeper_of_this_thread
 from runner.models import ToolErrorInfo, ToolErrorType
 from runner.render import clean, to_json
 from runner.store import BegunCall, Outcome, RunStore
 from runner.tools import Context, Executed, Tool, error_result, execute
 
 logger = logging.getLogger(__name__)
-
-KILL_GRACE = 2.0
-"""Seconds that an interrupted tool has to let go before its process is ended."""
 
 
 class CallRunner:
@@ -38,41 +35,40 @@ class CallRunner:
         self._renew_every = renew_every
         self._kill = kill
 
-    def run(self, call: BegunCall, tool: Tool | None, woken: threading.Event) -> Executed | Outcome:
-        """Run a call to its result; `woken` is set when its run was ended from outside."""
+    def run(self, call: BegunCall, tool: Tool | None) -> Executed | Outcome:
+        """Run a call to its result, held by the keeper of this thread."""
         error = _refusal(call, tool)
         if error is not None or tool is None:
             return _error(call, error or _unknown_tool())
         body = Body(ends_with_process=self._kill is not None)
-        holder = CallHolder(
+        held = HeldCall(
             renew=lambda: self._store.renew_call(call),
             renew_every=self._renew_every,
             timeout=tool.timeout,
             remaining=call.record.remaining,
             body=body,
             give_up=lambda reason: self._give_up(call, tool, reason),
-            woken=woken,
         )
         started = time.monotonic()
-        with holder:
+        with keeper_of_this_thread().hold(held):
             try:
                 return execute(
                     tool,
-                    self._context(call, holder),
+                    self._context(call, held),
                     call.decision.arguments,
                     body,
                     in_its_place=call.record.failed.get(tool.name, 0) >= tool.fallback_after,
                 )
             except ToolInterrupted:
-                if holder.reason is not None:
-                    return holder.reason
+                if held.reason is not None:
+                    return held.reason
         return _error(call, _timeout(tool), duration=time.monotonic() - started)
 
     def give_up_on(self, call: BegunCall) -> Executed:
         """The result of a call whose holder died and that may not be started again."""
         return _error(call, _refusal(call, None) or _unknown_tool())
 
-    def _context(self, call: BegunCall, holder: CallHolder) -> Context:
+    def _context(self, call: BegunCall, held: HeldCall) -> Context:
         record, call_id = call.record, call.decision.call_id
         trace_id = keys.trace_id(record.run_id, record.step, call.index)
 
@@ -96,7 +92,7 @@ class CallRunner:
             deadline=datetime.fromtimestamp(record.deadline / 1000, UTC),
             metadata=dict(record.metadata),
             report=report,
-            is_cancelled=lambda: holder.reason is not None,
+            is_cancelled=lambda: held.reason is not None,
         )
 
     def _give_up(self, call: BegunCall, tool: Tool, reason: Outcome | None) -> None:
@@ -119,76 +115,6 @@ class CallRunner:
                 self._store.record_result(run_id, step, call.index, result, fatal=None)
         finally:
             self._kill()  # whatever becomes of the write: the slot is somebody else's
-
-
-class CallHolder:
-    """The thread beside a body: renews the lease; ends the body at its timeout or its run's end."""
-
-    def __init__(
-        self,
-        *,
-        renew: Callable[[], Outcome],
-        renew_every: float,
-        timeout: float,
-        remaining: float,
-        body: Body,
-        give_up: Callable[[Outcome | None], None],
-        woken: threading.Event,
-    ) -> None:
-        self.reason: Outcome | None = None
-        self._renew = renew
-        self._renew_every = renew_every
-        self._times_out_at = time.monotonic() + timeout
-        self._run_ends_at = time.monotonic() + remaining
-        self._body = body
-        self._give_up = give_up
-        self._woken = woken
-        self._done = False
-        self._thread = threading.Thread(target=self._keep, name="celeriac-lease", daemon=True)
-
-    def __enter__(self) -> CallHolder:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done = True
-        self._woken.set()
-        self._thread.join()
-
-    def _keep(self) -> None:
-        renew_at = min(time.monotonic() + self._renew_every, self._run_ends_at)
-        while not self._done:
-            look_at = min(renew_at, self._times_out_at)
-            nudged = self._woken.wait(max(0.0, look_at - time.monotonic()))
-            self._woken.clear()
-            if self._done:
-                return
-            now = time.monotonic()
-            if now >= self._times_out_at:
-                break
-            if nudged or now >= renew_at:
-                renew_at = now + self._renew_every
-                outcome = self._renew_once()
-                if outcome is not Outcome.OK:
-                    self.reason = outcome
-                    break
-        self._end_body()
-
-    def _renew_once(self) -> Outcome:
-        try:
-            return self._renew()
-        except Exception as error:  # noqa: BLE001 - a Redis that is away: the lease decides
-            logger.warning("can't renew a call's lease: %s", type(error).__name__)
-            return Outcome.OK
-
-    def _end_body(self) -> None:
-        patience = time.monotonic() + KILL_GRACE
-        while not self._done:
-            self._body.interrupt()
-            self._woken.wait(0.05)
-            if not self._done and time.monotonic() > patience:
-                self._give_up(self.reason)
-                return
 
 
 def _refusal(call: BegunCall, tool: Tool | None) -> ToolErrorInfo | None:

@@ -10,7 +10,6 @@ publishes it. A decision is written before it is announced, so a lost announceme
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import traceback
 import uuid
@@ -48,6 +47,7 @@ from runner.errors import CeleriacError, InvalidInput, ModelError, RedisUnavaila
 from runner.failpoints import Point, reach
 from runner.guards import look_at_progress
 from runner.images import image_parts
+from runner.keeper import keeper_of_this_thread
 from runner.limits import model_limits, name_endpoint
 from runner.model import OpenAIModel, retry_delay
 from runner.models import (
@@ -158,7 +158,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing to publish: other calls are still open, or the run is parked in `due`."""
+    """Nothing to publish: other calls are open, the run is in `due`, or the script has sent it."""
 
     run_id: str
 
@@ -238,7 +238,7 @@ class Loop:
         reach(Point.STEP_BEGUN)
         started = time.monotonic()
         try:
-            answer = self._take_step(record, asked)
+            answer = self._take_step(record, begun.history, asked)
         except (CeleriacError, redis.RedisError):
             raise  # Redis is away: recovery brings the step back. A test's script is the test's.
         except Exception as error:  # noqa: BLE001 - what is the agent's own may raise anything
@@ -248,7 +248,7 @@ class Loop:
         reach(Point.STEP_COMMITTED)
         return answer
 
-    def _take_step(self, record: RunRecord, asked: Asked) -> Next:
+    def _take_step(self, record: RunRecord, history: list[Message], asked: Asked) -> Next:
         agent = self.agents.get(record.agent)
         if agent is None:
             return self._without_agent(record, asked)
@@ -259,7 +259,6 @@ class Loop:
         if admitted is not Outcome.OK:
             parked = admitted is Outcome.PARKED
             return Wait(record.run_id) if parked else self._let_go(record, admitted)
-        history = self.store.read_messages(record.run_id)
         most = _limits(record).max_repeats
         asked.progress = look_at_progress(history, most)
         if asked.progress.same_errors > most:
@@ -614,11 +613,12 @@ class Loop:
 
     def call_tool(self, run_id: str, step: int, index: int) -> Next:
         """Run one call of a step, and record its result; the last one opens the next step."""
-        woken = threading.Event()
-        with self._nudges.watch(run_id, woken.set):
-            return self._call_tool(run_id, step, index, woken)
+        keeper = keeper_of_this_thread()
+        keeper.expect()
+        with self._nudges.watch(run_id, keeper.nudge):
+            return self._call_tool(run_id, step, index)
 
-    def _call_tool(self, run_id: str, step: int, index: int, woken: threading.Event) -> Next:
+    def _call_tool(self, run_id: str, step: int, index: int) -> Next:
         call = self.store.begin_call(run_id, step, index)
         if isinstance(call, Outcome):
             return Skip(run_id, call)
@@ -626,7 +626,7 @@ class Loop:
             return self._stop(call.record, call.outcome)
         reach(Point.CALL_BEGUN)
         tool = self._tool(call)
-        executed = self._calls.run(call, tool, woken)
+        executed = self._calls.run(call, tool)
         reach(Point.CALL_RAN)
         if isinstance(executed, Outcome):
             return self._let_go(call.record, executed)
@@ -952,9 +952,9 @@ def _answered(calls: list[OpenCall]) -> dict[str, Any]:
 
 
 def _after_result(run_id: str, step: int, outcome: Outcome, turn: int | None) -> Next:
-    if outcome is Outcome.LAST:
-        return NextStep(run_id, step + 1)
-    return Wait(run_id) if turn is None else CallTools(run_id, step, (turn,))
+    if turn is None:
+        return Wait(run_id)
+    return NextStep(run_id, turn) if outcome is Outcome.LAST else CallTools(run_id, step, (turn,))
 
 
 def answer_question(store: RunStore, run_id: str, text: str, call_id: str | None) -> Next:
@@ -1019,8 +1019,8 @@ def deny_call(
 ) -> Next:
     """Have the model read this reason in place of a result; needs no worker. Raises likewise."""
     decided = Decided(approved=False, by=by)
-    step, outcome = deny(store, run_id, call_id, reason, decided=decided, digest=digest)
-    return _after_result(run_id, step, outcome, None)
+    step, outcome, turn = deny(store, run_id, call_id, reason, decided=decided, digest=digest)
+    return _after_result(run_id, step, outcome, turn)
 
 
 def cancel_run(store: RunStore, run_id: str, reason: str) -> EndedRun:

@@ -1,7 +1,7 @@
 """Loads the Lua transitions and checks their headers, so that a script is called as it is written.
 
 A script's header names its purpose, each `KEYS[n]`, each `ARGV[n]` and the words it returns; the
-prelude (clock, events, tool messages) is put in front of each.
+prelude (clock, events, tool messages, hints) is put in front of each.
 """
 
 from __future__ import annotations
@@ -18,6 +18,29 @@ ARG_LINE = re.compile(r"^-- ARGV\[(\d+)(\.\.)?\] (\w+)", re.MULTILINE)
 RETURNS_LINE = re.compile(r"^-- Returns ((?:[A-Z]+)(?: \| [A-Z]+)*)", re.MULTILINE)
 
 
+NO_ENVELOPES = "local ENVELOPES = nil\n"
+"""The line of the prelude into which a store writes how hints are sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A Celery message as its queue's list in Redis holds it.
+
+    A script that sends it fills in `{run}`, `{step}`, `{index}` and a unique `{tag}`.
+    """
+
+    queue: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Envelopes:
+    """The messages that the scripts send by themselves: the hints of a step and of a call."""
+
+    step: Envelope
+    call: Envelope
+
+
 @dataclass(frozen=True, slots=True)
 class ScriptText:
     """One transition: its Lua text with the prelude, and what its header declares."""
@@ -32,6 +55,13 @@ class ScriptText:
     @property
     def text(self) -> str:
         return _read("prelude") + self.body
+
+    def sending(self, envelopes: Envelopes | None) -> str:
+        """The text of the script for a store that has it send its hints."""
+        if envelopes is None:
+            return self.text
+        written = f"step = {_lua(envelopes.step)}, call = {_lua(envelopes.call)}"
+        return self.text.replace(NO_ENVELOPES, f"local ENVELOPES = {{{written}}}\n", 1)
 
 
 def script_names() -> list[str]:
@@ -51,6 +81,10 @@ def load_script(name: str) -> ScriptText:
         open_ended=any(more for _, more, _ in args),
         words=tuple(returns.group(1).split(" | ")) if returns else (),
     )
+
+
+def _lua(envelope: Envelope) -> str:
+    return f"{{queue = [==[{envelope.queue}]==], text = [==[{envelope.text}]==]}}"
 
 
 @cache

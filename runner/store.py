@@ -15,7 +15,7 @@ import socket
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -29,6 +29,7 @@ from redis.retry import Retry as RedisRetry
 
 from runner import keys
 from runner.errors import RedisUnavailable, RunNotFound, SchemaError
+from runner.history import Histories
 from runner.limits import QUEUE_LIMIT, write_limits
 from runner.models import (
     SCHEMA_VERSION,
@@ -63,7 +64,7 @@ from runner.record import (
     usage_args,
 )
 from runner.render import cut
-from runner.scripts import load_script, script_names
+from runner.scripts import Envelopes, load_script, script_names
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
 
 MAX_DEATHS = 3
@@ -157,10 +158,11 @@ class EndedRun:
 
 @dataclass(frozen=True, slots=True)
 class BegunStep:
-    """An attempt of a step (`OK`), or the record of a run that has to stop and why."""
+    """An attempt of a step (`OK`) with the history, or the record of a run that has to stop."""
 
     outcome: Outcome
     record: RunRecord
+    history: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,15 +239,18 @@ class RunStore:
 
     `client` hands in one made elsewhere (tests on fakeredis). `granted` are the holders (step or
     call, as in `keys.trace_id`) that a transition has given their turn, and whose hints whoever
-    made the transition is to publish.
+    made the transition is to publish. `envelopes` answers how the scripts send the hints of what
+    they open by themselves; where it answers None, whoever calls them publishes these.
     """
 
     def __init__(self, settings: Settings, client: redis.Redis | None = None) -> None:
         self.settings = settings
         self._given = client
         self._clients: dict[tuple[int, str], redis.Redis] = {}
-        self._scripts: dict[int, dict[str, Any]] = {}
+        self._scripts: dict[tuple[int, Envelopes | None], dict[str, Any]] = {}
+        self.envelopes: Callable[[], Envelopes | None] = lambda: None
         self.granted: deque[str] = deque()
+        self._histories = Histories()
 
     def _client(self, url: str) -> redis.Redis:
         key = os.getpid(), url
@@ -570,7 +575,11 @@ class RunStore:
         return None if len(reply) == 1 else parse_record(run_id, pairs(reply[2]), int(reply[1]))
 
     def begin_step(self, run_id: str, step: int) -> BegunStep | Outcome:
-        """Take a step's next attempt; a bare word where there is nothing to do."""
+        """Take a step's next attempt; a bare word where there is nothing to do.
+
+        Of the history, only what this process hasn't read before comes from Redis.
+        """
+        known = self._histories.take(run_id)
         reply = self._run(
             "begin_step",
             [
@@ -591,11 +600,18 @@ class RunStore:
                 SCHEMA_VERSION,
                 f"{_process()}/",
                 run_id,
+                len(known.messages),
+                known.created,
             ],
         )
         if len(reply) == 1:
             return Outcome(reply[0])
-        return BegunStep(reply[0], parse_record(run_id, pairs(reply[2]), int(reply[1])))
+        record = parse_record(run_id, pairs(reply[2]), int(reply[1]))
+        if reply[0] is not Outcome.OK:
+            return BegunStep(reply[0], record)
+        history = known.go_on(record, reply[3] == "1", reply[4])
+        self._histories.keep(history)
+        return BegunStep(reply[0], record, list(history.messages))
 
     def renew_step(self, run_id: str, epoch: int) -> Outcome:
         """The heartbeat of a step's holder."""
@@ -645,7 +661,10 @@ class RunStore:
         warning: Mapping[str, Any] | None = None,
         hidden: frozenset[str] = frozenset(),
     ) -> tuple[Outcome, tuple[int, ...]]:
-        """Append a step's turn and open its calls; answers the indexes whose hints go out."""
+        """Append a step's turn and open its calls; answers the indexes whose hints go out.
+
+        That is, those which the script hasn't sent by itself.
+        """
         run_id = record.run_id
         args: list[Any] = []
         for call in calls:
@@ -831,8 +850,9 @@ class RunStore:
         digest: str | None = None,
         whole: str | None = None,
     ) -> tuple[Outcome, int | None]:
-        """Record a call's result; answers the index of a held call whose turn has come.
+        """Record a call's result; answers whose hint is to be published, if the script didn't.
 
+        With `WAIT` that is the index of a held call, with `LAST` the number of the next step.
         `operation`: the same for each time that this is tried. `final`: its data is the run's
         answer. `parts` follow the block as a user message. Fields called as in `hidden` are hidden
         in the trace. A result that no attempt brings is taken only from a call that `waits` in that
@@ -1270,10 +1290,12 @@ class RunStore:
 
     def _run(self, name: str, key_names: Sequence[str], args: Sequence[Any]) -> list[Any]:
         client = self.redis
-        scripts = self._scripts.get(id(client))
+        envelopes = self.envelopes()
+        scripts = self._scripts.get((id(client), envelopes))
         if scripts is None:
-            scripts = self._scripts[id(client)] = {
-                each: client.register_script(load_script(each).text) for each in script_names()
+            scripts = self._scripts[id(client), envelopes] = {
+                each: client.register_script(load_script(each).sending(envelopes))
+                for each in script_names()
             }
         with reporting_redis_errors():
             reply: list[Any] = scripts[name](keys=key_names, args=args)

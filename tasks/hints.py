@@ -1,18 +1,26 @@
-"""Publishes what comes next as Celery messages: hints, with ids and numbers and no content."""
+"""Publishes what comes next as Celery messages: hints, with ids and numbers and no content.
+
+What a step or a result opens, the scripts send by themselves, as messages of which Celery gave the
+pattern; where they can't, it is published from here.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from functools import cache, partial
 from typing import Any
 
 import redis
 from celery import Celery
+from celery.signals import after_task_publish, before_task_publish
 from kombu.exceptions import OperationalError
 
 from runner import keys
 from runner.errors import RedisUnavailable
 from runner.loop import CallTools, Finish, Next, NextStep
+from runner.record import dump
+from runner.scripts import Envelope, Envelopes
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE
 from runner.store import RunStore
 from tasks.deliver import deliver
@@ -21,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 START, STEP, CALL_TOOL = "celeriac.start", "celeriac.step", "celeriac.call_tool"
 PING = "celeriac.ping"
+
+SAMPLE_RUN, SAMPLE_STEP, SAMPLE_INDEX = "{run}", 817263544, 918273645
+"""What a sample hint is of: each stands nowhere else in a message."""
 
 
 def publish(app: Celery, store: RunStore, next: Next) -> None:
@@ -57,6 +68,55 @@ def publish_granted(app: Celery, store: RunStore) -> None:
             _send(app, name, queue, run_id, (run_id, int(step), *map(int, index)))
 
 
-def _send(app: Celery, name: str, queue: str, run_id: str, args: tuple[Any, ...]) -> None:
+def let_scripts_send(app: Celery, store: RunStore) -> None:
+    """Have the store's scripts send their hints, wherever that is the same as publishing them.
+
+    It isn't where the queues are in another Redis, or have other names in it, or where somebody
+    listens to Celery's publish signals, as a telemetry library does.
+    """
+    renamed = app.conf.broker_transport_options.get("global_keyprefix")
+    if store.settings.queue_url != store.settings.redis_url or renamed:
+        return
+    sample = cache(partial(take_sample, app))
+    # Looked at each time: what listens may begin to in a pool's child.
+    store.envelopes = lambda: None if _is_listened_to() else sample()
+    store.envelopes()  # before any child is forked, which then has it
+
+
+def _is_listened_to() -> bool:
+    return bool(before_task_publish.receivers or after_task_publish.receivers)
+
+
+def take_sample(app: Celery) -> Envelopes | None:
+    """Celery's own messages for a step and for a call, with holes for the scripts to fill.
+
+    None where this app's messages have none: compressed ones, say.
+    """
+    args = SAMPLE_RUN, SAMPLE_STEP
+    step = _take_one(app, STEP, STEPS_QUEUE, args)
+    call = _take_one(app, CALL_TOOL, TOOLS_QUEUE, (*args, SAMPLE_INDEX))
+    return Envelopes(step, call) if step and call else None
+
+
+def _take_one(app: Celery, name: str, queue: str, args: tuple[Any, ...]) -> Envelope | None:
+    options = {"body_encoding": None}  # as text: a script can't fill holes in base64
+    with app.connection_for_write("memory://", transport_options=options) as connection:
+        _send(app, name, queue, SAMPLE_RUN, args, connection=connection)
+        message = connection.default_channel._get(queue)
+    body = message["body"]
+    if not isinstance(body, str) or not all(str(each) in body for each in args):
+        return None
+    message["properties"]["delivery_tag"] = "{tag}"
+    # The same in each process, so that Redis keeps one text of each script.
+    message["headers"]["origin"] = message["properties"]["reply_to"] = "celeriac"
+    text = dump(message).replace(str(SAMPLE_STEP), "{step}").replace(str(SAMPLE_INDEX), "{index}")
+    return Envelope(queue, text)
+
+
+def _send(
+    app: Celery, name: str, queue: str, run_id: str, args: tuple[Any, ...], **options: Any
+) -> None:
     # The run is the root of all its tasks, also when recovery or somebody else's task publishes.
-    app.send_task(name, args=args, task_id=keys.trace_id(*args), root_id=run_id, queue=queue)
+    app.send_task(
+        name, args=args, task_id=keys.trace_id(*args), root_id=run_id, queue=queue, **options
+    )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from runner.calls import KILL_GRACE
+from runner.keeper import KILL_GRACE
 from runner.settings import Settings
 from worker import cli
 from worker.checks import check_redis_url

@@ -16,7 +16,7 @@ from runner.loop import Loop
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
 from runner.store import RunStore
 from tasks.agent import add_tasks
-from tasks.hints import CALL_TOOL
+from tasks.hints import CALL_TOOL, let_scripts_send
 from tasks.recover import Recoverer
 from worker.checks import check_start
 from worker.config import HARD_LIMIT_MARGIN, merge_config, worker_config
@@ -47,6 +47,7 @@ def make_app(settings: Settings, agents: Agents, *, pool: str = "prefork") -> Ce
     longest = max((tool.timeout for each in agents.values() for tool in each.toolbox), default=0)
     # The child ends its own tools in time; the parent's limit is for one that can't even do that.
     app.tasks[CALL_TOOL].time_limit = longest + HARD_LIMIT_MARGIN
+    let_scripts_send(app, store)
     replace_revoke(store)
     app.steps["worker"].add(recovery_step(app, loop, settings))
     return app

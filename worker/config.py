@@ -63,9 +63,9 @@ def worker_config(settings: Settings) -> dict[str, Any]:
         # A dead socket of the result backend (where one is set) holds a slot for seconds only.
         "redis_socket_timeout": 5,
         "redis_socket_connect_timeout": 3,
-        # Flower and `celery events` see the tasks of a run.
-        "worker_send_task_events": True,
-        "task_send_sent_event": True,
+        # Told only when somebody listens: three messages for each task are a third of what a hop
+        # costs. Flower turns them on by itself (`enable_events`), as `celery control` does.
+        "worker_send_task_events": False,
         # Our log lines keep their own form, and a tool's print isn't turned into a warning.
         "worker_redirect_stdouts": False,
     }

@@ -14,7 +14,9 @@
 -- ARGV[6] schema that the worker can read
 -- ARGV[7] process that the attempts of this worker start with
 -- ARGV[8] id of the run
--- Returns OK | STALE | CANCELLED | FAILED | ANSWERED | EXPIRED | CAPPED | EXHAUSTED | BUSY | POISONED | NEWER, with now and the record
+-- ARGV[9] known messages of the history, from its start
+-- ARGV[10] created: when the run was that these are of
+-- Returns OK | STALE | CANCELLED | FAILED | ANSWERED | EXPIRED | CAPPED | EXHAUSTED | BUSY | POISONED | NEWER, with now and the record; OK with 1 where the known messages stand, and those behind them, or else all
 local step = ARGV[1]
 local refused = refuse(KEYS[1], step, 'model')
 if refused then
@@ -26,8 +28,13 @@ end
 local function answer(word)
   return {word, int(now), redis.call('HGETALL', KEYS[1])}
 end
+local function hand_out()
+  local stands = redis.call('HGET', KEYS[1], 'created') == ARGV[10] and tonumber(ARGV[9]) <= redis.call('LLEN', KEYS[6])
+  local tail = redis.call('LRANGE', KEYS[6], stands and ARGV[9] or 0, -1)
+  return {'OK', int(now), redis.call('HGETALL', KEYS[1]), stands and '1' or '0', tail}
+end
 if redis.call('HGET', KEYS[1], 'attempt') == ARGV[5] then
-  return answer('OK')
+  return hand_out()
 end
 if redis.call('HEXISTS', KEYS[1], 'fatal') == 1 then
   return answer('FAILED')
@@ -81,4 +88,4 @@ redis.call('HINCRBY', KEYS[1], 'epoch', 1)
 redis.call('HSET', KEYS[1], 'status', 'running', 'attempt', ARGV[5], 'hints', 1,
   'lease', int(now + tonumber(ARGV[2])))
 add_event(KEYS[2], ARGV[4], 'step.started', step, '', '{"attempt":' .. int(deaths + 1) .. '}')
-return answer('OK')
+return hand_out()

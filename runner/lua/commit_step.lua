@@ -48,7 +48,7 @@ if phase ~= 'model' then
   -- The same attempt again: the reply was lost on its way.
   local queued = {'ALREADY'}
   for index = 0, numbers(KEYS[1], 'calls') - 1 do
-    if redis.call('HGET', KEYS[3], index .. '.state') == 'queued' then
+    if not ENVELOPES and redis.call('HGET', KEYS[3], index .. '.state') == 'queued' then
       queued[#queued + 1] = index
     end
   end
@@ -142,5 +142,11 @@ end
 redis.call('HSET', KEYS[1], 'phase', 'tools', 'calls', count)
 if asked and #hints == 1 and not moving then
   redis.call('HSET', KEYS[1], 'status', 'waiting')
+end
+if ENVELOPES then
+  for at = 2, #hints do
+    send_hint(ARGV[1] .. '.' .. step .. '.' .. hints[at])
+  end
+  hints = {'OK'}
 end
 return with_granted(hints, granted)

@@ -6,6 +6,11 @@ end
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000)
 
+-- Hints are put on their queues here, in the same write as what they are for, where those are in this very Redis:
+-- then the store writes the queues and a Celery message for a step and for a call into this line. Else whoever
+-- called is answered what to publish.
+local ENVELOPES = nil
+
 local function add_event(events, cap, kind, step, call, data)
   redis.call('XADD', events, 'MAXLEN', '~', cap, '*',
     'at', int(now), 'type', kind, 'step', step, 'call', call, 'data', data)
@@ -145,6 +150,23 @@ end
 -- hint that is lost holds none. `places` has a run's key, `due`, and what the names of limits are put behind.
 local arrival = int(tonumber(clock[1]) * 1000000 + tonumber(clock[2]))
 local QUEUE_TTL = 3600000
+
+-- Puts the hint of a holder, `<run>.<step>` or `<run>.<step>.<index>`, on its queue.
+local function send_hint(holder)
+  local id, step, index = string.match(holder, '^([^.]+)%.(%d+)%.?(%d*)$')
+  local envelope = ENVELOPES[index == '' and 'step' or 'call']
+  local fields = {run = id, step = step, index = index, tag = holder .. '.' .. arrival}
+  redis.call('LPUSH', envelope.queue, (string.gsub(envelope.text, '{(%l+)}', fields)))
+end
+
+-- An answer whose hint, that of `holder`, is sent here, or left with its number to whoever asked.
+local function with_hint(word, holder, number)
+  if ENVELOPES then
+    send_hint(holder)
+    return {word}
+  end
+  return {word, number}
+end
 
 local function each_limit(limits)
   return string.gmatch(limits or '', '([^=,]+)=(%d+)/?(%d*)')
@@ -320,9 +342,13 @@ local function leave_model(places, holder, tokens, pause, keep, granted)
   end
 end
 
--- An answer, with the hints that whoever asked is to publish at once.
+-- An answer, with the hints of those that got their turn by it: sent here, or published by whoever asked.
 local function with_granted(reply, granted)
-  if #granted > 0 then
+  if ENVELOPES then
+    for _, holder in ipairs(granted) do
+      send_hint(holder)
+    end
+  elseif #granted > 0 then
     table.insert(granted, 1, 'granted')
     reply[#reply + 1] = granted
   end

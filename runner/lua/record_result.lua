@@ -31,7 +31,7 @@
 -- ARGV[17] decision against the call as JSON, which is the event's data too, or empty
 -- ARGV[18] digest of the arguments that were shown, or empty
 -- ARGV[19] whole text of a result that was cut for the model, or empty
--- Returns WAIT | LAST | DUPLICATE | STALE | FENCED | DECIDED, with the index of a held call whose turn has come
+-- Returns WAIT | LAST | DUPLICATE | STALE | FENCED | DECIDED, with the index of a held call whose turn has come or the number of the next step, where its hint is to be published
 local status, phase, step, count = unpack(
   redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'calls'))
 if not status then
@@ -40,11 +40,11 @@ end
 local index = ARGV[3]
 local field = index .. '.'
 if redis.call('HGET', KEYS[1], 'closed_by') == ARGV[12] then
-  return {'LAST'}
+  return {'LAST', not ENVELOPES and int(ARGV[2] + 1) or nil}
 end
 local recorded, turn = unpack(redis.call('HMGET', KEYS[3], field .. 'recorded_by', field .. 'turn'))
 if recorded == ARGV[12] then
-  return {'WAIT', turn or nil}
+  return {'WAIT', not ENVELOPES and turn or nil}
 end
 local call = ARGV[2] .. '.' .. index
 local decision = ARGV[12] .. ' ' .. ARGV[17]
@@ -111,7 +111,7 @@ if redis.call('HLEN', KEYS[4]) < tonumber(count) then
       redis.call('HSET', KEYS[3], next .. '.state', 'queued', next .. '.hinted', int(now))
       redis.call('ZADD', KEYS[8], 'LT', int(now + tonumber(ARGV[4])), ARGV[1])
       redis.call('HSET', KEYS[3], field .. 'turn', next)
-      return with_granted({'WAIT', next}, granted)
+      return with_granted(with_hint('WAIT', ARGV[1] .. '.' .. step .. '.' .. next, next), granted)
     end
   end
   if asked and not moving then
@@ -132,4 +132,5 @@ redis.call('HINCRBY', KEYS[1], 'step', 1)
 redis.call('HSET', KEYS[1], 'phase', 'model', 'calls', 0, 'status', 'queued', 'hinted', int(now), 'hints', 1)
 redis.call('ZADD', KEYS[8], int(now + tonumber(ARGV[4])), ARGV[1])
 redis.call('HSET', KEYS[1], 'closed_by', ARGV[12])
-return with_granted({'LAST'}, granted)
+local following = int(step + 1)
+return with_granted(with_hint('LAST', ARGV[1] .. '.' .. following, following), granted)

@@ -219,6 +219,8 @@ class Events:
         self._thread.start()
         # It asks the workers for their heartbeats, so that there is one as soon as it listens.
         wait_for(lambda: self.found)
+        # Of tasks they tell only who asks for it, as Flower does.
+        assert app.control.broadcast("enable_events", reply=True)
 
     def close(self) -> None:
         self._receiver.should_stop = True

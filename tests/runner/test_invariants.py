@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -195,7 +194,7 @@ def test_a_result_that_comes_too_late_breaks_no_rule(store: RunStore) -> None:
     loop = open_calls(store)
     late = store.begin_call(RUN, 1, 2)
     assert isinstance(late, BegunCall)
-    executed = loop._calls.run(late, echo, threading.Event())
+    executed = loop._calls.run(late, echo)
     cancel_run(store, RUN, "enough")
 
     outcome, _ = store.record_result(RUN, 1, 2, executed.result, fatal=None)  # type: ignore[union-attr]

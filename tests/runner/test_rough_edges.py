@@ -564,7 +564,7 @@ def test_the_same_result_sent_again_gets_the_same_answer(loops: Loops) -> None:
 
     assert [record(0, "one") for _ in range(2)] == [(Outcome.WAIT, 1)] * 2
     assert record(0, "another") == (Outcome.DUPLICATE, None)
-    assert [record(1, "two") for _ in range(2)] == [(Outcome.LAST, None)] * 2
+    assert [record(1, "two") for _ in range(2)] == [(Outcome.LAST, 1)] * 2
 
 
 # --- refused in words --------------------------------------------------------------------------

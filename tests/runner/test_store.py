@@ -797,7 +797,7 @@ def test_a_result_gives_a_held_call_its_turn(store: RunStore) -> None:
         (Outcome.WAIT, 2),
         (Outcome.WAIT, 3),
         (Outcome.WAIT, None),
-        (Outcome.LAST, None),
+        (Outcome.LAST, 1),
     ]
 
 
