@@ -1075,23 +1075,25 @@ def test_a_validator_sees_goal_results_and_evidence_and_sends_the_answer_back(
 
 
 @pytest.mark.parametrize(
-    ("changes", "text"),
+    ("changes", "text", "check"),
     [
-        ({"evidence_required": True}, "yes"),
-        ({"validators": [lambda draft: "no"]}, "yes"),
-        ({}, "Let me check the order..."),
+        ({"evidence_required": True}, "yes", "evidence_required"),
+        ({"validators": [lambda draft: "no"]}, "yes", "validator <lambda>"),
+        ({"output_type": list[int]}, '["no"]', "output_type (0: int_parsing)"),
+        ({}, "Let me check the order...", "an announcement"),
     ],
-    ids=["evidence", "validator", "announcement"],
+    ids=["evidence", "validator", "type", "announcement"],
 )
 @pytest.mark.parametrize("retries", [0, 2])
-def test_an_answer_that_never_passes_ends_the_run(
-    start: Start, changes: dict[str, Any], text: str, retries: int
+def test_an_answer_that_never_passes_ends_the_run_and_its_error_names_the_check(
+    start: Start, changes: dict[str, Any], text: str, check: str, retries: int
 ) -> None:
     loop = start(*[final(text)] * (retries + 1), response_retries=retries, **changes)
     assert loop.advance(RUN, 0) == Finish(RUN, StopReason.ERROR)
     ended = result_of(loop)
     assert ended.error is not None
     assert (ended.error.type, ended.answer) == (RunErrorType.INVALID_FINAL, None)
+    assert ended.error.message.startswith(f"the final answer didn't pass its check: {check}")
     assert len(script_of(loop).requests) == retries + 1
     assert [each["role"] for each in loop.store.read_messages(RUN)] == ["user"]
     check_trace(loop, script_of(loop).requests)
