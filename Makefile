@@ -31,9 +31,14 @@ run: $(VENV)/ready  ## Run the main job; GOAL="..." and WORKSPACE=folder change 
 run: export GOAL := $(GOAL)
 run: export WORKSPACE := $(WORKSPACE)
 
+# Most tests wait for workers and servers of theirs, so there may be more of them than cores.
+JOBS ?= 3
+# Workers start faster where what they import is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: test
 test: $(VENV)/ready lint  ## Pass the linters, the type checker and the tests
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 .PHONY: lint
 lint: $(VENV)/ready  ## Check style and types
@@ -43,11 +48,11 @@ lint: $(VENV)/ready  ## Check style and types
 
 .PHONY: soak
 soak: $(VENV)/ready  ## Run what takes minutes; CELERIAC_SOAK_SCALE=0.04 makes it one
-	@$(BIN)/python -m pytest -m soak -rA tests/faults
+	@$(BIN)/python -m pytest -m soak -rA
 
 .PHONY: chaos
 chaos: $(VENV)/ready  ## Kill, freeze, lose and double all that can be; CELERIAC_CHAOS_SEED=7 repeats one
-	@$(BIN)/python -m pytest -m chaos -s tests/chaos
+	@$(BIN)/python -m pytest -m chaos -s
 
 .PHONY: test-all
 test-all:  ## Pass the tests on every Python from 3.11 up that is found

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from runner.agents import Agent, Draft
 from runner.errors import ToolError
@@ -44,8 +47,22 @@ OPEN = re.compile(
 
 MAX_ANNOUNCEMENT_CHARS = 200
 
+MAX_FAULTS = 10
+"""How many of a form's faults are told."""
 
-def read_answer(agent: Agent, text: str) -> tuple[JsonValue, str | None]:
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why an answer isn't final: `check` names what refused it, `text` tells the model.
+
+    `check` is for errors and logs: it has names of the agent's own, and nothing of the answer.
+    """
+
+    check: str
+    text: str
+
+
+def read_answer(agent: Agent, text: str) -> tuple[JsonValue, Fault | None]:
     """The answer as JSON, and what is wrong with its form (None: nothing)."""
     if agent.output is None:
         return text, _announced(agent, text)
@@ -55,26 +72,31 @@ def read_answer(agent: Agent, text: str) -> tuple[JsonValue, str | None]:
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False, include_context=False)
         problems = "; ".join(
-            f"{'.'.join(map(str, each['loc'])) or 'answer'}: {each['msg']}" for each in found[:10]
+            f"{'.'.join(map(str, each['loc'])) or 'answer'}: {each['msg']}"
+            for each in found[:MAX_FAULTS]
         )
-        return None, (
+        return None, Fault(
+            f"output_type ({_name_fields(agent.output, error)})",
             f"Your answer doesn't match the required JSON schema ({problems}). "
-            "Answer again with the corrected JSON alone."
+            "Answer again with the corrected JSON alone.",
         )
     except Exception as error:  # noqa: BLE001 - a validator of the user's may raise anything
-        return None, (
-            f"Your answer was refused ({type(error).__name__}). Answer again, in the required form."
+        name = type(error).__name__
+        return None, Fault(
+            f"output_type ({name})",
+            f"Your answer was refused ({name}). Answer again, in the required form.",
         )
     answer: JsonValue = agent.output.dump_python(value, mode="json")
     return answer, None
 
 
-def find_fault(agent: Agent, draft: Draft) -> str | None:
-    """What is wrong with an answer of the right form, in words for the model."""
+def find_fault(agent: Agent, draft: Draft) -> Fault | None:
+    """What is wrong with an answer of the right form."""
     if agent.evidence_required and not draft.evidence:
-        return (
+        return Fault(
+            "evidence_required",
             "Your answer rests on nothing: no tool has found any evidence yet. "
-            "Use the tools to find some, and then answer."
+            "Use the tools to find some, and then answer.",
         )
     for validator in agent.validators:
         try:
@@ -84,11 +106,36 @@ def find_fault(agent: Agent, draft: Draft) -> str | None:
         except Exception as error:  # noqa: BLE001 - the text of it may hold a secret
             fault = f"a check of it failed with {type(error).__name__}"
         if fault:
-            return f"Your answer was not accepted: {fault}"
+            name = getattr(validator, "__name__", type(validator).__name__)
+            return Fault(f"validator {name}", f"Your answer was not accepted: {fault}")
     return None
 
 
-def _announced(agent: Agent, text: str) -> str | None:
+def _name_fields(output: TypeAdapter[Any], error: ValidationError) -> str:
+    """Where the faults are, and their kinds; `*` is a key of the model's, not of the type's own."""
+    own = set(_property_names(output.json_schema()))
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    paths = (
+        ".".join(str(part) if isinstance(part, int) or part in own else "*" for part in each["loc"])
+        for each in found[:MAX_FAULTS]
+    )
+    return ", ".join(
+        f"{path or 'answer'}: {each['type']}" for path, each in zip(paths, found, strict=False)
+    )
+
+
+def _property_names(schema: Any) -> Iterator[str]:
+    if isinstance(schema, dict):
+        properties = schema.get("properties")
+        yield from properties if isinstance(properties, dict) else ()
+        for each in schema.values():
+            yield from _property_names(each)
+    elif isinstance(schema, list):
+        for each in schema:
+            yield from _property_names(each)
+
+
+def _announced(agent: Agent, text: str) -> Fault | None:
     """Whether a model with tools only says what it is about to do, as one that forgot the call."""
     said = text.strip().replace("\u2019", "'")
     if not agent.tools or len(said) > MAX_ANNOUNCEMENT_CHARS:
@@ -99,7 +146,8 @@ def _announced(agent: Agent, text: str) -> str | None:
     announced = [bool(ANNOUNCEMENT.match(each)) for each in sentences if each]
     if not announced or not all(announced):
         return None
-    return (
+    return Fault(
+        "an announcement in place of an answer",
         "You said what you are about to do, which is not an answer. "
-        "Call the tool now, or give the answer."
+        "Call the tool now, or give the answer.",
     )

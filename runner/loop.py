@@ -23,7 +23,7 @@ from pydantic import JsonValue
 
 from runner import keys
 from runner.agents import Agent, Agents, Draft
-from runner.answers import find_fault, read_answer
+from runner.answers import Fault, find_fault, read_answer
 from runner.approvals import TIMED_OUT, UNDECIDED, approve, denial, deny
 from runner.ask import Asked, Asker, LetGo, Released
 from runner.budgets import warn_of_budgets
@@ -371,7 +371,7 @@ class Loop:
             summarize=partial(self._summarize, agent, record, history, asked),
             goal=record.goal,
         )
-        unusable = 0
+        unusable, refused_by = 0, ""
         for left in range(agent.response_retries, -1, -1):
             try:
                 reply = self._exchange(agent, record, history, window, corrections, asked)
@@ -385,13 +385,17 @@ class Loop:
             unusable = 0
             if isinstance(reply, ToolCalls):
                 return reply
-            problem = self._asker.keep_lease(
-                record, asked, partial(self._check_answer, agent, record, history, reply, asked)
-            )
-            if problem is None:
+            check = partial(self._check_answer, agent, record, history, reply, asked)
+            # Only checks of the user's may take long.
+            slow = agent.validators or agent.output is not None
+            fault = self._asker.keep_lease(record, asked, check) if slow else check()
+            if fault is None:
                 return reply
-            corrections += correction(reply, problem)
-        raise ModelError("the final answer didn't pass its check", type=RunErrorType.INVALID_FINAL)
+            corrections += correction(reply, fault.text)
+            refused_by = fault.check
+        raise ModelError(
+            f"the final answer didn't pass its check: {refused_by}", type=RunErrorType.INVALID_FINAL
+        )
 
     def _exchange(
         self,
@@ -466,11 +470,11 @@ class Loop:
 
     def _check_answer(
         self, agent: Agent, record: RunRecord, history: list[Message], reply: Final, asked: Asked
-    ) -> str | None:
-        """What is wrong with a final answer, in words for the model."""
-        asked.answer, problem = read_answer(agent, reply.text)
-        if problem is not None or not (agent.validators or agent.evidence_required):
-            return problem
+    ) -> Fault | None:
+        """What is wrong with a final answer."""
+        asked.answer, fault = read_answer(agent, reply.text)
+        if fault is not None or not (agent.validators or agent.evidence_required):
+            return fault
         draft = Draft(
             goal=str(history[record.goal]["content"]),
             text=reply.text,

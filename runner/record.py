@@ -187,7 +187,7 @@ def limit_fields(limits: Limits) -> dict[str, str | int]:
     }
 
 
-def usage_args(usage: Usage | None) -> list[int]:
+def usage_args(usage: Usage | None) -> list[int | str]:
     usage = usage or Usage()
     return [
         usage.requests,
@@ -195,7 +195,8 @@ def usage_args(usage: Usage | None) -> list[int]:
         usage.completion_tokens,
         usage.total_tokens,
         0 if usage.known else 1,
-        _billionths(usage.cost),
+        # Nothing at a price of nothing isn't the same as no price.
+        "" if usage.cost is None else _billionths(usage.cost),
     ]
 
 
@@ -259,7 +260,7 @@ def parse_record(run_id: str, fields: Mapping[str, str], now: int) -> RunRecord:
             completion_tokens=number("completion_tokens"),
             total_tokens=number("total_tokens"),
             known=number("unknown_usage") == 0,
-            cost=number("cost") / BILLION if number("cost") else None,
+            cost=number("cost") / BILLION if "cost" in fields else None,
         ),
         stop_reason=StopReason(stop) if stop else None,
         answer=parsed("answer"),

@@ -49,6 +49,12 @@ from runner.schema import (
 MAX_TOOLS = 128
 MAX_ERROR_CHARS = 4_096
 MAX_EVIDENCE_CHARS = 65_536
+MAX_EVIDENCE = 100
+"""Pieces that are kept of one call's evidence: with the limit of tool calls, a bound for a run."""
+
+MAX_CALL_EVIDENCE_CHARS = 4 * MAX_EVIDENCE_CHARS
+"""Characters that are kept of one call's evidence, written as JSON."""
+
 MIN_OUTPUT_CHARS = 256
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
@@ -678,7 +684,7 @@ def _validate_result(tool: Tool, returned: Any, call_id: str) -> Result[Any] | T
         fields = {path or "value": reason for path, reason in list_faults(error).items()}
         text = "; ".join(f"{path}: {reason}" for path, reason in fields.items())
         return _invalid_result(text, fields)
-    return Result(value, evidence)
+    return Result(value, _limit_evidence(evidence, call_id))
 
 
 def _cut_evidence(evidence: Evidence, call_id: str) -> Evidence:
@@ -687,6 +693,20 @@ def _cut_evidence(evidence: Evidence, call_id: str) -> Evidence:
     data = evidence.data if size <= MAX_EVIDENCE_CHARS else f"[cut: {size} characters]"
     text = cut(evidence.text, MAX_EVIDENCE_CHARS)
     return evidence.model_copy(update={"call_id": call_id, "text": text, "data": data})
+
+
+def _limit_evidence(found: list[Evidence], call_id: str) -> list[Evidence]:
+    """The first pieces, and how many were left out."""
+    size, fits = 0, 0
+    for each in found[:MAX_EVIDENCE]:
+        size += len(each.model_dump_json())
+        if size > MAX_CALL_EVIDENCE_CHARS:
+            break
+        fits += 1
+    if fits == len(found):
+        return found
+    left = Evidence(source="celeriac", text=f"[{len(found) - fits} left out]", call_id=call_id)
+    return [*found[:fits], left]
 
 
 def _validate_value(adapter: TypeAdapter[Any], value: Any) -> Any:

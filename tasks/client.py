@@ -60,7 +60,7 @@ from tasks.accept import (
     new_run_id,
 )
 from tasks.config import publishing_config
-from tasks.deliver import close_backend, forget, store_started
+from tasks.deliver import check_backend, close_backend, forget, store_started
 from tasks.hints import PING, publish
 
 LOOK_EVERY = 2.0
@@ -87,8 +87,9 @@ class _Publisher(Celery):
 class Client:
     """Submits runs and reads them. Safe to share between threads and across forks.
 
-    Settings come from the environment (`CELERIAC_REDIS_URL`) unless given. `agents` are only needed
-    to check names before any worker has announced its own.
+    Settings come from the environment (`CELERIAC_REDIS_URL`) unless given; `SettingsError` says
+    which can't be used. `agents` are only needed to check names before any worker has announced
+    its own.
 
     With a `principal` it acts for that one: it submits in its name, and sees the runs of its tenant
     as if there were no others. Without one it is an operator's, and sees all.
@@ -112,6 +113,8 @@ class Client:
         config = publishing_config(settings)
         self._app.conf.update(config)
         self._app.backend_cls = config.get("result_backend")
+        if settings.result_backend:
+            check_backend(self._app)
 
     def for_principal(self, principal: Principal | Mapping[str, Any]) -> Client:
         """The same client acting for somebody: one for each request, say. It shares connections.

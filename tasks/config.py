@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from runner.settings import Settings
 
@@ -19,7 +19,7 @@ def publishing_config(settings: Settings) -> dict[str, Any]:
         # The run's record is the result; a result backend would hold a second, weaker truth.
         "task_ignore_result": True,
         **(
-            {"result_backend": _verified(settings.result_backend)}
+            {"result_backend": _verified(_without_waits(settings.result_backend))}
             if settings.result_backend
             else {}
         ),
@@ -49,12 +49,30 @@ def publishing_config(settings: Settings) -> dict[str, Any]:
 def _broker_url(url: str) -> str:
     """The URL as Kombu spells it: a socket in the file system has a scheme of its own there."""
     if not url.startswith("unix:"):
-        return _verified(url)
+        return _verified(_without_waits(url))
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query))
     password = unquote(parts.password or "") or options.get("password", "")
     login = f":{quote(password, safe='')}@" if password else ""
     return f"redis+socket://{login}{parts.path}?virtual_host={options.get('db', '0')}"
+
+
+def _without_waits(url: str) -> str:
+    """The URL without what redis-py alone reads in its query; our own time-outs are set above."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("redis", "rediss"):
+        return url
+    options = dict(parse_qsl(parts.query))
+    known = {name: options[name] for name in options if name.startswith("ssl_")}
+    if known == options:
+        return url
+    path = f"/{options['db']}" if "db" in options else parts.path
+    login, _, host = parts.netloc.rpartition("@")
+    if not login and "password" in options:
+        login = ":".join(quote(options.get(name, ""), safe="") for name in ("username", "password"))
+    return parts._replace(
+        netloc=f"{login}@{host}" if login else host, path=path, query=urlencode(known)
+    ).geturl()
 
 
 def _verified(url: str) -> str:

@@ -11,7 +11,7 @@ import logging
 from celery import Celery, states
 
 from runner import keys
-from runner.errors import CeleriacError, RunNotFound
+from runner.errors import CeleriacError, RunNotFound, SettingsError
 from runner.models import FinalResult, StopReason
 from runner.store import Outcome, RunStore
 
@@ -82,6 +82,18 @@ def forget(app: Celery, run_id: str) -> None:
     """Remove what `AsyncResult(run_id)` knows of a run, where a result backend is set."""
     if app.conf.result_backend:
         app.backend.forget(run_id)
+
+
+def check_backend(app: Celery) -> None:
+    """Raise `SettingsError` where the result backend can't be used; nothing is connected."""
+    try:
+        _ = app.backend
+    except Exception as error:
+        name = type(error).__name__
+        raise SettingsError(
+            f"CELERIAC_RESULT_BACKEND can't be used ({name}); check its URL, and that what it "
+            "needs is installed"
+        ) from error
 
 
 def close_backend(app: Celery) -> None:

@@ -1,8 +1,13 @@
-"""A real server for all tests, and stores on it and on fakeredis: every store test runs on both."""
+"""A real server for all tests, and stores on it and on fakeredis: every store test runs on both.
+
+Under `make test` several processes share the tests, and this says which belong together.
+"""
 
 from __future__ import annotations
 
+import math
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import fakeredis
@@ -20,6 +25,41 @@ MakeStore = Callable[..., RunStore]
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would every command
 # that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+IN_PROCESS = ("tests/runner/", "tests/guide/", "tests/test_")
+"""Where no test starts a worker: these fill what the others, which mostly wait, leave free."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give tests of one shared fixture, such as a fleet of workers, to one process; the long first.
+
+    A test that has a fleet of its own goes to whatever process is free.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    sizes = Counter(item.path for item in items)
+    for item in items:
+        in_process = item.nodeid.startswith(IN_PROCESS)
+        group = item.nodeid.partition("::")[0] if in_process else _shared_by(item)
+        if group is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(
+        key=lambda item: sizes[item.path] if item.nodeid.startswith(IN_PROCESS) else math.inf,
+        reverse=True,
+    )
+
+
+def _shared_by(item: pytest.Item) -> str | None:
+    """The name of the fixture that this test shares with others, and where it is defined."""
+    defined = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
+    shared = [
+        f"{each.baseid}::{name}"
+        for name, (*_, each) in defined.items()
+        if each.scope != "function" and each.baseid not in ("", "tests")
+    ]
+    return min(shared, default=None)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -37,6 +36,7 @@ from runner.testing import ScriptedModel, run_agent
 from runner.testing import calls as turn
 from support.fleet import Fleet, fleet, url_of, valkey
 from support.model_server import ModelServer, Reply, calls, final
+from support.readme import FENCE, blocks_of, write_files
 from tasks import Client, Run
 from worker import cli
 
@@ -49,7 +49,6 @@ DOCUMENTS = sorted(
     ]
 )
 
-FENCE = re.compile(r"^(?:<!-- test: ([^\n]+) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 
 
@@ -71,22 +70,6 @@ each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=label)
 # --- code blocks -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block. `how`: `run`, `file <path>`, or None where nothing is said."""
-
-    how: str | None
-    language: str
-    code: str
-
-
-def blocks_of(path: Path) -> list[Block]:
-    return [
-        Block(how or None, language, code)
-        for how, language, code in FENCE.findall(path.read_text(encoding="utf-8"))
-    ]
-
-
 @each_document
 def test_every_python_block_says_how_it_is_tested(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
@@ -100,20 +83,15 @@ def test_every_python_block_says_how_it_is_tested(path: Path) -> None:
 def test_the_readme_has_examples() -> None:
     hows = [block.how for block in blocks_of(ROOT / "README.md") if block.how]
     files = ["shop/agents.py", "test_agents.py", "shop/careful.py", "shop/refunds.py"]
-    files = [f"file {each}" for each in (*files, "shop/decide.py")]
-    assert hows == [*files, *["run"] * 3, "file test_replay.py"]
+    files = [f"file {each}" for each in (*files, "shop/decide.py", "shop/crm.py")]
+    talk = [f"file shop/{each}.py" for each in ("talk", "forget")]
+    assert hows == [*files, *["run"] * 2, *talk, "run", "file test_replay.py"]
 
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's folder, with the files that the README shows."""
-    folder = tmp_path_factory.mktemp("user")
-    for block in blocks_of(ROOT / "README.md"):
-        if block.how and block.how.startswith("file "):
-            path = folder / block.how.removeprefix("file ")
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(block.code, encoding="utf-8")
-    return folder
+    return write_files(tmp_path_factory.mktemp("user"))
 
 
 def test_the_readmes_own_test_passes(shop: Path) -> None:

@@ -11,6 +11,7 @@ from celery import Celery
 from runner.errors import SettingsError
 from runner.settings import Settings
 from runner.store import RunStore
+from tasks.deliver import check_backend
 from tasks.hints import CALL_TOOL, PING, START, STEP
 from worker.config import PROMISES, worker_config
 
@@ -128,11 +129,4 @@ def _check_config(app: Celery) -> None:
             "task_soft_time_limit would interrupt a tool when its work is done and not written "
             "yet; leave it out: @tool(timeout=) ends a tool's body and nothing else"
         )
-    try:
-        _ = app.backend
-    except Exception as error:
-        name = type(error).__name__
-        raise SettingsError(
-            f"CELERIAC_RESULT_BACKEND can't be used ({name}); check its URL, and that what it "
-            "needs is installed"
-        ) from error
+    check_backend(app)

@@ -22,7 +22,7 @@
 -- ARGV[10] completion_tokens
 -- ARGV[11] total_tokens
 -- ARGV[12] unknown_usage count
--- ARGV[13] cost in billionths
+-- ARGV[13] cost in billionths, or empty where there is no price
 -- ARGV[14] trace entry as JSON
 -- ARGV[15] event data as JSON
 -- ARGV[16] fingerprint of the agent that took the step

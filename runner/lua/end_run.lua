@@ -33,7 +33,7 @@
 -- ARGV[13] completion_tokens
 -- ARGV[14] total_tokens
 -- ARGV[15] unknown_usage count
--- ARGV[16] cost in billionths
+-- ARGV[16] cost in billionths, or empty where there is no price
 -- ARGV[17] steps begun by this end that were not committed otherwise
 -- ARGV[18] trace entry as JSON, or empty
 -- ARGV[19] event data as JSON

@@ -16,7 +16,7 @@
 -- ARGV[8] completion_tokens
 -- ARGV[9] total_tokens
 -- ARGV[10] unknown_usage count
--- ARGV[11] cost in billionths
+-- ARGV[11] cost in billionths, or empty where there is no price
 -- ARGV[12] trace entry as JSON, or empty
 -- ARGV[13] event data as JSON
 -- ARGV[14] attempts that this one counts for: 1, or 0 where no model was asked

@@ -22,7 +22,9 @@ local function add_usage(run, requests, prompt, completion, total, unknown, cost
   redis.call('HINCRBY', run, 'completion_tokens', completion)
   redis.call('HINCRBY', run, 'total_tokens', total)
   redis.call('HINCRBY', run, 'unknown_usage', unknown)
-  redis.call('HINCRBY', run, 'cost', cost)
+  if cost ~= '' then
+    redis.call('HINCRBY', run, 'cost', cost)
+  end
 end
 
 -- Numbers of a record, 0 where the field is missing.

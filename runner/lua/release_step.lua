@@ -14,7 +14,7 @@
 -- ARGV[7] completion_tokens
 -- ARGV[8] total_tokens
 -- ARGV[9] unknown_usage count
--- ARGV[10] cost in billionths
+-- ARGV[10] cost in billionths, or empty where there is no price
 -- ARGV[11] trace entry as JSON, or empty
 -- Returns OK | ALREADY | STALE | FENCED | CANCELLED
 local refused = refuse(KEYS[1])

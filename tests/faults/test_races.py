@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import secrets
 import signal
 import socket
 import statistics
@@ -30,7 +31,7 @@ from runner import Event, RunFinished, RunStatus, StopReason, keys
 from runner.models import Limits, ToolDecision, ToolResult, Usage
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
 from runner.store import BegunStep, EndedRun, OpenCall, Outcome, RunStore
-from support.fleet import LASTING, raw_client, url_of
+from support.fleet import LASTING, raw_client, url_of, wait_for
 from support.model_server import Reply, calls, error, final
 from support.stage import OpenStage, Stage, by_turn, open_stage
 from tasks import Run
@@ -160,24 +161,37 @@ class Broker:
         self._socket.sendall(b"MONITOR\r\n")
         self._lines = self._socket.makefile("rb")
         assert self._lines.readline() == b"+OK\r\n"
-        self.messages: list[Message] = []
+        self._redis = raw_client(redis_url)
+        self._messages: list[Message] = []
+        self._echoed: set[str] = set()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             for line in self._lines:
-                if b'"LPUSH" "celeriac.' not in line:
+                if b'"LPUSH" "celeriac.' not in line and b'"ECHO"' not in line:
                     continue
                 parts = re.findall(rb'"((?:[^"\\]|\\.)*)"', line)
-                queue, text = (part.decode("unicode_escape") for part in parts[1:3])
-                task_id = json.loads(text)["headers"]["id"]
-                self.messages.append(Message(queue, task_id, text))
+                command, queue, *texts = (part.decode("unicode_escape") for part in parts)
+                if command == "ECHO":
+                    self._echoed.add(queue)
+                else:
+                    task_id = json.loads(texts[0])["headers"]["id"]
+                    self._messages.append(Message(queue, task_id, texts[0]))
+
+    def messages(self) -> list[Message]:
+        """All that were pushed up to now: the account comes late where it is long."""
+        mark = secrets.token_hex(8)
+        self._redis.echo(mark)
+        wait_for(lambda: mark in self._echoed)
+        return list(self._messages)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
+        self._redis.close()
         self._lines.close()
         self._socket.close()
 
@@ -269,7 +283,7 @@ def test_r12_only_the_call_whose_message_is_lost_is_published_again(open_fleet: 
 
         assert run.result(timeout=30).ok
 
-        published = Counter(each.task_id for each in broker.messages if each.queue == TOOLS_QUEUE)
+        published = Counter(each.task_id for each in broker.messages() if each.queue == TOOLS_QUEUE)
     assert published == {f"{run.id}.0.{n}": 2 if n == 3 else 1 for n in range(8)}
     assert stage.results(run) == [str(n + 1) for n in range(8)]
     assert sorted(ledger_of(stage, run)) == [f"add {run.id}.0.{n} 1" for n in range(8)]
@@ -459,7 +473,7 @@ def test_r20_messages_of_a_long_run_stay_small_and_of_one_size(stage: Stage) -> 
     with watching_broker(stage) as broker:
         run = stage.submit(by_turn(turns), agent="racer")
         result = run.result(timeout=60)
-        messages = [each for each in broker.messages if each.task_id.startswith(run.id)]
+        messages = [each for each in broker.messages() if each.task_id.startswith(run.id)]
 
     assert (result.stop_reason, result.steps) == (StopReason.COMPLETED, 50)
     steps = [len(each.text) for each in messages if each.queue == STEPS_QUEUE]
@@ -525,7 +539,7 @@ def test_r44_a_result_of_five_megabytes_is_cut_and_stays_out_of_the_broker(stage
     with watching_broker(stage) as broker:
         run = stage.submit([calls(("big", {}))], agent="racer")
         assert run.result(timeout=20).ok
-        messages = [each for each in broker.messages if each.task_id.startswith(run.id)]
+        messages = [each for each in broker.messages() if each.task_id.startswith(run.id)]
     (content,) = stage.results(run)
     assert len(content) <= 65_536
     assert "5000000 characters" in content

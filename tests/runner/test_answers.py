@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from runner import Agent, Draft, Evidence, ToolError, tool
-from runner.answers import MAX_ANNOUNCEMENT_CHARS, find_fault, read_answer
+from runner.answers import MAX_ANNOUNCEMENT_CHARS, Fault, find_fault, read_answer
 
 
 class Answer(BaseModel):
@@ -53,12 +53,12 @@ def test_an_answer_of_the_type_is_final_fenced_or_not(text: str) -> None:
     ],
 )
 def test_what_is_wrong_is_told_without_repeating_the_answer(text: str, word: str) -> None:
-    answer, problem = read_answer(TYPED, text)
+    answer, fault = read_answer(TYPED, text)
     assert answer is None
-    assert problem is not None
-    assert word in problem
-    assert "Answer again" in problem
-    assert "and more" not in problem
+    assert fault is not None
+    assert word in fault.text
+    assert "Answer again" in fault.text
+    assert "and more" not in fault.text
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,32 @@ def test_plain_types_are_answers_too(output: type, text: str, answer: Any) -> No
 
 def test_only_the_first_faults_are_told() -> None:
     agent = Agent(name="a", output_type=list[int])
-    _, problem = read_answer(agent, str(["x"] * 500).replace("'", '"'))
-    assert problem is not None
-    assert len(problem) < 1500
+    _, fault = read_answer(agent, str(["x"] * 500).replace("'", '"'))
+    assert fault is not None
+    assert len(fault.text) < 1500
+    assert len(fault.check) < 500
+
+
+@pytest.mark.parametrize(
+    ("output", "text", "check"),
+    [
+        (Answer, "Rome", "output_type (answer: json_invalid)"),
+        (Answer, '{"city": "Rome"}', "output_type (inhabitants: missing)"),
+        (
+            list[Answer],
+            '[{"city": 1, "inhabitants": -1}]',
+            "output_type (0.city: string_type, 0.inhabitants: greater_than_equal)",
+        ),
+        (dict[str, int], '{"secret": "secret"}', "output_type (*: int_parsing)"),
+        (int | None, '"secret"', "output_type (answer: int_parsing)"),
+    ],
+)
+def test_an_error_names_the_fields_that_are_wrong_and_nothing_of_the_answer(
+    output: Any, text: str, check: str
+) -> None:
+    _, fault = read_answer(Agent(name="a", output_type=output), text)
+    assert fault is not None
+    assert fault.check == check
 
 
 # --- announcements -----------------------------------------------------------------------------
@@ -125,7 +148,7 @@ ABLE = Agent(name="a", tools=[look])
 def test_what_only_says_what_is_about_to_be_done_is_no_answer(text: str) -> None:
     _, problem = read_answer(ABLE, text)
     assert problem is not None
-    assert "Call the tool now" in problem
+    assert "Call the tool now" in problem.text
     assert read_answer(PLAIN, text) == (text, None), "without tools there is nothing to call"
 
 
@@ -194,7 +217,7 @@ def test_the_first_validator_that_finds_fault_is_heard_and_no_other() -> None:
         raise AssertionError("the one before has found fault")
 
     fault = find_fault(Agent(name="a", validators=[accept, refuse, never]), DRAFT)
-    assert fault == "Your answer was not accepted: Rome isn't a country"
+    assert fault == Fault("validator refuse", "Your answer was not accepted: Rome isn't a country")
     assert heard == ["accept Rome"]
 
 
@@ -213,16 +236,18 @@ def test_a_validator_that_raises_has_found_fault_and_its_text_stays_here() -> No
 
     crashed = find_fault(Agent(name="a", validators=[crash]), DRAFT)
     assert crashed is not None
-    assert "KeyError" in crashed
-    assert "secret" not in crashed
+    assert "KeyError" in crashed.text
+    assert "secret" not in f"{crashed}"
+    assert crashed.check == "validator crash"
     told = find_fault(Agent(name="a", validators=[tell]), DRAFT)
-    assert told == "Your answer was not accepted: name a country"
+    assert told == Fault("validator tell", "Your answer was not accepted: name a country")
 
 
 def test_where_evidence_is_required_an_answer_without_any_goes_back() -> None:
     agent = Agent(name="a", evidence_required=True, validators=[lambda draft: "never asked"])
     fault = find_fault(agent, DRAFT)
     assert fault is not None
-    assert "rests on nothing" in fault
+    assert "rests on nothing" in fault.text
+    assert fault.check == "evidence_required"
     found = Draft(goal="go", text="Rome", answer="Rome", evidence=[Evidence(source="map")])
     assert find_fault(Agent(name="a", evidence_required=True), found) is None

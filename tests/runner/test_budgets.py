@@ -161,6 +161,7 @@ def test_a_model_that_costs_nothing_is_not_told_as_unknown(loops: Loops) -> None
     )
     drive(loops.start(agent))
     assert warnings(loops) == []
+    assert loops.result.usage.cost == 0.0
 
 
 # --- money -------------------------------------------------------------------------------------

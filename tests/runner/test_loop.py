@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from runner import (
 )
 from runner import keys as redis_keys
 from runner.agents import Agents
-from runner.context import goal_message, rebuild_request
+from runner.context import goal_message
 from runner.loop import (
     CLOSER,
     MAX_PASSES,
@@ -60,11 +60,11 @@ from runner.models import (
 )
 from runner.store import Outcome, RunStore
 from runner.tools import Context
+from support.loops import RUN, check_requests, close_loops, drive
 from support.replays import check_replay
 
 pytestmark = pytest.mark.usefixtures("no_leaked_keys")
 
-RUN = "run-under-test"
 USAGE = Usage(requests=1, prompt_tokens=10, completion_tokens=5, total_tokens=15)
 PROMPT = 1.0
 """Seconds within which a cancel has to be through; no test waits for it to pass."""
@@ -212,12 +212,7 @@ def start(store: RunStore, request: pytest.FixtureRequest) -> Iterator[Start]:
         return loop
 
     yield make
-    for loop in loops:
-        loop.close()
-    store.redis.publish(redis_keys.NUDGE, "nobody")  # ends the listeners' wait for a message
-    for thread in threading.enumerate():
-        if thread.name == "celeriac-nudges":
-            thread.join(5)
+    close_loops(store, loops)
     if request.node.get_closest_marker("no_replay") is None:
         for loop in loops[:1]:
             check_replay(loop.store, RUN, loop.agents["a"])
@@ -227,22 +222,6 @@ def script_of(loop: Loop) -> Script:
     model = loop.agents["a"].model
     assert isinstance(model, Script)
     return model
-
-
-def drive(loop: Loop, first: Next | None = None) -> Next:
-    """Do what comes next until nothing does; hints are followed in order."""
-    pending: deque[Next] = deque([first or NextStep(RUN, 0)])
-    last: Next = pending[0]
-    while pending:
-        last = pending.popleft()
-        match last:
-            case NextStep(run_id, step):
-                pending.append(loop.advance(run_id, step))
-            case CallTools(run_id, step, indexes):
-                pending.extend(loop.call_tool(run_id, step, index) for index in indexes)
-            case _:
-                pass
-    return last
 
 
 def result_of(loop: Loop) -> FinalResult:
@@ -265,30 +244,6 @@ def error_types(loop: Loop) -> list[str | None]:
     ]
 
 
-def check_trace(loop: Loop, requests: Sequence[ModelRequest]) -> None:
-    """Every request can be rebuilt from the trace exactly as the model was sent it."""
-    history = loop.store.read_messages(RUN)
-    agent: dict[str, Any] = {}
-    rebuilt: list[dict[str, Any]] = []
-    for entry in loop.store.read_trace(RUN):
-        if entry["kind"] == "model":
-            agent = entry.get("agent", agent)
-            rebuilt += [
-                rebuild_request(exchange["request"], agent, history)
-                for exchange in entry["exchanges"]
-            ]
-    assert rebuilt == [
-        {
-            "model": request.model,
-            "messages": list(request.messages),
-            "tools": list(request.tools),
-            "tool_choice": request.tool_choice,
-            "parallel_tool_calls": request.parallel_tool_calls,
-        }
-        for request in requests
-    ]
-
-
 # --- answers and calls -------------------------------------------------------------------------
 
 
@@ -299,7 +254,7 @@ def test_an_answer_ends_the_run(start: Start) -> None:
         run_id=RUN, ok=True, stop_reason=StopReason.COMPLETED, answer="Rome", usage=USAGE, steps=1
     )
     assert loop.store.read_messages(RUN)[-1] == {"role": "assistant", "content": "Rome"}
-    check_trace(loop, script_of(loop).requests)
+    check_requests(loop.store, script_of(loop).requests)
 
 
 def test_calls_run_and_their_results_reach_the_next_step_in_order(start: Start) -> None:
@@ -313,7 +268,7 @@ def test_calls_run_and_their_results_reach_the_next_step_in_order(start: Start) 
     assert [each["tool_call_id"] for each in sent[3:]] == ["c0", "c1"]
     assert [each["content"] for each in sent[3:]] == ["a", "b"]
     assert result_of(loop).usage.total_tokens == 30
-    check_trace(loop, script_of(loop).requests)
+    check_requests(loop.store, script_of(loop).requests)
 
 
 def test_only_as_many_calls_are_hinted_as_may_run_at_once(start: Start) -> None:
@@ -352,7 +307,7 @@ def test_a_turn_whose_calls_were_all_refused_opens_the_next_step_at_once(start: 
     assert loop.advance(RUN, 0) == NextStep(RUN, 1)
     assert loop.advance(RUN, 1) == Finish(RUN, StopReason.COMPLETED)
     assert error_types(loop) == ["UNKNOWN_TOOL", "INVALID_ARGUMENT"]
-    check_trace(loop, script_of(loop).requests)
+    check_requests(loop.store, script_of(loop).requests)
     [first, _] = loop.store.read_trace(RUN)
     assert [each["ok"] for each in first["results"]] == [False, False]
 
@@ -450,7 +405,7 @@ def test_the_calls_of_the_last_step_do_not_run(start: Start) -> None:
     assert "max_steps=2" in ended.error.message
     roles = [each["role"] for each in loop.store.read_messages(RUN)]
     assert roles == ["user", "assistant", "tool"]
-    check_trace(loop, script_of(loop).requests)
+    check_requests(loop.store, script_of(loop).requests)
 
 
 def test_a_turn_may_use_up_the_tool_calls_and_the_next_one_ends_the_run(start: Start) -> None:
@@ -578,7 +533,7 @@ def test_an_error_that_may_pass_parks_the_run_and_recovery_resumes_it(
         "model.answered",
         "run.finished",
     ]
-    check_trace(loop, script_of(loop).requests)
+    check_requests(loop.store, script_of(loop).requests)
 
 
 def test_a_parked_run_waits_as_long_as_the_server_asks(start: Start) -> None:
@@ -618,7 +573,7 @@ def test_an_error_that_does_not_pass_ends_the_run_by_its_type(
     [entry] = loop.store.read_trace(RUN)
     error = entry["exchanges"][0]["error"]
     assert (error["type"], error["message"], error["status"]) == (type, "no", None)
-    check_trace(loop, script_of(loop).requests)
+    check_requests(loop.store, script_of(loop).requests)
 
 
 def test_a_response_that_cannot_be_used_is_asked_for_again_at_once(start: Start) -> None:
@@ -627,7 +582,7 @@ def test_a_response_that_cannot_be_used_is_asked_for_again_at_once(start: Start)
     assert result_of(loop).usage == USAGE + USAGE + USAGE
     [entry] = loop.store.read_trace(RUN)
     assert [each["response"] for each in entry["exchanges"]][:2] == ["<html>"] * 2
-    check_trace(loop, script_of(loop).requests)
+    check_requests(loop.store, script_of(loop).requests)
 
 
 def test_a_response_is_asked_for_again_so_often_and_no_oftener(start: Start) -> None:
@@ -647,7 +602,7 @@ def test_an_answer_of_the_wrong_type_goes_back_with_what_is_wrong(start: Start) 
     assert told[0] == {"role": "assistant", "content": "many"}
     assert "JSON schema" in told[1]["content"]
     assert [each["role"] for each in loop.store.read_messages(RUN)] == ["user", "assistant"]
-    check_trace(loop, script_of(loop).requests)
+    check_requests(loop.store, script_of(loop).requests)
 
 
 def test_an_answer_that_stays_wrong_ends_the_run(start: Start) -> None:
@@ -921,7 +876,7 @@ def test_the_next_model_is_asked_when_the_attempts_with_the_first_are_used_up(
     waits = [e.data for e in loop.store.read_events(RUN, "0") if e.type == "run.waiting"]
     assert [each.get("model") for each in waits] == [None, None, "m1"]
     assert waits[2] == {"reason": "RATE_LIMITED", "status": None, "delay": 0.0, "model": "m1"}
-    check_trace(loop, [*first.requests, *spare.requests])
+    check_requests(loop.store, [*first.requests, *spare.requests])
 
 
 @pytest.mark.parametrize(
@@ -969,7 +924,7 @@ def test_a_model_that_only_answers_rubbish_is_replaced(start: Start) -> None:
     assert loop.advance(RUN, 0) == Wait(RUN)
     assert loop.advance(RUN, 0) == Finish(RUN, StopReason.COMPLETED)
     assert asked_models(loop) == ["m0", "m0", "m0", "m1"]
-    check_trace(loop, [*first.requests, *spare.requests])
+    check_requests(loop.store, [*first.requests, *spare.requests])
 
 
 def test_an_answer_that_stays_wrong_is_no_outage(start: Start) -> None:
@@ -1028,7 +983,7 @@ def test_two_unusable_turns_in_a_row_are_told_once(start: Start) -> None:
     assert nudge["role"] == "user"
     assert "Answer the user directly now" in nudge["content"]
     assert [each["role"] for each in loop.store.read_messages(RUN)] == ["user", "assistant"]
-    check_trace(loop, script_of(loop).requests)
+    check_requests(loop.store, script_of(loop).requests)
 
 
 def test_unusable_turns_that_are_not_in_a_row_are_not_told(start: Start) -> None:
@@ -1071,30 +1026,32 @@ def test_a_validator_sees_goal_results_and_evidence_and_sends_the_answer_back(
     assert dict(drafts[0].metadata) == {"ticket": 9007199254740993}
     told = script_of(loop).requests[-1].messages[-1]["content"]
     assert told == "Your answer was not accepted: name the number"
-    check_trace(loop, script_of(loop).requests)
+    check_requests(loop.store, script_of(loop).requests)
 
 
 @pytest.mark.parametrize(
-    ("changes", "text"),
+    ("changes", "text", "check"),
     [
-        ({"evidence_required": True}, "yes"),
-        ({"validators": [lambda draft: "no"]}, "yes"),
-        ({}, "Let me check the order..."),
+        ({"evidence_required": True}, "yes", "evidence_required"),
+        ({"validators": [lambda draft: "no"]}, "yes", "validator <lambda>"),
+        ({"output_type": list[int]}, '["no"]', "output_type (0: int_parsing)"),
+        ({}, "Let me check the order...", "an announcement"),
     ],
-    ids=["evidence", "validator", "announcement"],
+    ids=["evidence", "validator", "type", "announcement"],
 )
 @pytest.mark.parametrize("retries", [0, 2])
-def test_an_answer_that_never_passes_ends_the_run(
-    start: Start, changes: dict[str, Any], text: str, retries: int
+def test_an_answer_that_never_passes_ends_the_run_and_its_error_names_the_check(
+    start: Start, changes: dict[str, Any], text: str, check: str, retries: int
 ) -> None:
     loop = start(*[final(text)] * (retries + 1), response_retries=retries, **changes)
     assert loop.advance(RUN, 0) == Finish(RUN, StopReason.ERROR)
     ended = result_of(loop)
     assert ended.error is not None
     assert (ended.error.type, ended.answer) == (RunErrorType.INVALID_FINAL, None)
+    assert ended.error.message.startswith(f"the final answer didn't pass its check: {check}")
     assert len(script_of(loop).requests) == retries + 1
     assert [each["role"] for each in loop.store.read_messages(RUN)] == ["user"]
-    check_trace(loop, script_of(loop).requests)
+    check_requests(loop.store, script_of(loop).requests)
 
 
 def test_a_model_that_is_reminded_of_its_call_makes_it(start: Start) -> None:
@@ -1103,7 +1060,7 @@ def test_a_model_that_is_reminded_of_its_call_makes_it(start: Start) -> None:
     assert started == ["a"]
     roles = [each["role"] for each in loop.store.read_messages(RUN)]
     assert roles == ["user", "assistant", "tool", "assistant"]
-    check_trace(loop, script_of(loop).requests)
+    check_requests(loop.store, script_of(loop).requests)
 
 
 # --- a tool that gives the answer ----------------------------------------------------------------
@@ -1131,7 +1088,7 @@ def check_answered(loop: Loop) -> None:
     assert (ended.stop_reason, ended.ok, ended.answer) == (StopReason.COMPLETED, True, ANSWER)
     last = loop.store.read_messages(RUN)[-1]
     assert (last["role"], json.loads(last["content"])) == ("assistant", ANSWER)
-    check_trace(loop, script_of(loop).requests)
+    check_requests(loop.store, script_of(loop).requests)
 
 
 def test_what_a_final_tool_returns_is_the_answer_and_no_model_is_asked_again(start: Start) -> None:
@@ -1262,7 +1219,7 @@ def test_a_fallback_answers_once_its_tool_has_failed_often_enough(start: Start) 
     assert error_types(loop) == ["DOWN", "DOWN", None, None]
     assert contents(loop)[2] == "c is old"
     assert loop.store.read_run(RUN).failed == {"ask_server": 2}
-    check_trace(loop, script_of(loop).requests)
+    check_requests(loop.store, script_of(loop).requests)
 
 
 def test_what_a_fallback_returns_is_held_to_the_type_of_its_tool(start: Start) -> None:
@@ -1307,7 +1264,7 @@ def test_a_tool_is_called_so_often_in_a_run_and_no_oftener(start: Start) -> None
     assert started == ["a", "b", "c"]
     assert error_types(loop) == [None, None, None, "CALL_LIMIT", "CALL_LIMIT"]
     assert loop.store.read_run(RUN).used == {"ring": 3}
-    check_trace(loop, script_of(loop).requests)
+    check_requests(loop.store, script_of(loop).requests)
 
 
 def test_a_fallback_whose_parameters_cannot_be_read_is_refused_in_words() -> None:

@@ -76,13 +76,13 @@ def paid(**options: Any) -> ModelError:
 # --- what a tool has done is kept --------------------------------------------------------------
 
 
-def proving(evidence: Evidence) -> Tool:
+def proving(*evidence: Evidence) -> Tool:
     """A tool with an effect, and this to show for it."""
 
     @tool
     def pay() -> Result[str]:
         """Pay."""
-        return Result("paid", evidence=[evidence])
+        return Result("paid", evidence=evidence)
 
     return pay
 
@@ -138,6 +138,25 @@ def test_evidence_is_cut_where_a_tools_output_is(loops: Loops, more: int) -> Non
         assert found.text != text
         assert len(found.text) <= MAX_EVIDENCE_CHARS
         assert found.data == "[cut: 65537 characters]"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "chars", "kept", "left"),
+    [(100, 1, 100, None), (103, 1, 100, "[3 left out]"), (6, 65_536, 3, "[3 left out]")],
+    ids=["all", "too many", "too long"],
+)
+def test_a_call_keeps_so_much_evidence_and_says_what_it_left_out(
+    loops: Loops, pieces: int, chars: int, kept: int, left: str | None
+) -> None:
+    given = [Evidence(source=f"page {n}", text="y" * chars) for n in range(pieces)]
+    model = ScriptedModel([calls(("pay", {})), "done"])
+    drive(loops.start(agent_of(model, tools=[proving(*given)])))
+
+    found = loops.result.evidence
+    assert [each.source for each in found[:kept]] == [each.source for each in given[:kept]]
+    assert {each.call_id for each in found} == {"0.0"}
+    assert [each.text for each in found[kept:]] == ([left] if left else [])
+    assert loops.contents() == ["paid"]
 
 
 def test_progress_that_cannot_be_told_does_not_break_off_a_tool(

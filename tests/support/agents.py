@@ -83,9 +83,8 @@ def hang_idempotent(ctx: Context) -> None:
     time.sleep(3600)
 
 
-@tool(timeout=0.5)
-def stubborn() -> None:
-    """Never return, and swallow whatever would stop it."""
+def never_return() -> None:
+    """Swallow whatever would stop it."""
     note("stubborn-begin")
     while True:
         try:
@@ -94,15 +93,8 @@ def stubborn() -> None:
             continue
 
 
-@tool(timeout=60)
-def stubborn_for_long() -> None:
-    """Never return, and swallow whatever would stop it, for as long as it may run."""
-    note("stubborn-begin")
-    while True:
-        try:
-            time.sleep(3600)
-        except BaseException:  # noqa: BLE001 - that is the point
-            continue
+stubborn = tool(name="stubborn", timeout=0.5)(never_return)
+stubborn_for_long = tool(name="stubborn_for_long", timeout=60)(never_return)
 
 
 @tool(timeout=60)

@@ -51,12 +51,7 @@ class Loops:
         return self.loops[-1]
 
     def close(self) -> None:
-        for loop in self.loops:
-            loop.close()
-        self.store.redis.publish(redis_keys.NUDGE, "nobody")  # ends the listeners' wait
-        for thread in threading.enumerate():
-            if thread.name == "celeriac-nudges":
-                thread.join(5)
+        close_loops(self.store, self.loops)
 
     def reply(self, text: str, call_id: str | None = None) -> Next:
         return answer_question(self.store, RUN, text, call_id)
@@ -97,6 +92,16 @@ def open_loops(store: RunStore) -> Iterator[Loops]:
         for record in store.list_runs(1000):
             if record.agent == agent.name:
                 check_replay(store, record.run_id, agent)
+
+
+def close_loops(store: RunStore, loops: Sequence[Loop]) -> None:
+    """Close these, and wait for the threads that listen on this store."""
+    for loop in loops:
+        loop.close()
+    store.redis.publish(redis_keys.NUDGE, "nobody")  # ends the listeners' wait for a message
+    for thread in threading.enumerate():
+        if thread.name == "celeriac-nudges":
+            thread.join(5)
 
 
 def drive(loop: Loop, first: Next | None = None) -> Next:

@@ -98,6 +98,37 @@ def test_a_url_without_tls_is_left_as_it_is() -> None:
     assert config["broker_url"] == config["result_backend"] == url
 
 
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("redis://h:6379/2?socket_timeout=3", "redis://h:6379/2"),
+        ("redis://h?db=2&socket_connect_timeout=1&client_name=x", "redis://h/2"),
+        ("redis://:p%40w@h/1?health_check_interval=9", "redis://:p%40w@h/1"),
+        ("redis://h/1?password=p@w&protocol=3", "redis://:p%40w@h/1"),
+        (
+            "rediss://h/1?socket_timeout=3&ssl_ca_certs=/ca.pem",
+            "rediss://h/1?ssl_ca_certs=%2Fca.pem&ssl_cert_reqs=required",
+        ),
+    ],
+)
+def test_what_only_redis_py_reads_in_a_url_keeps_neither_hints_nor_results_away(
+    app_for: Callable[..., Celery], url: str, expected: str
+) -> None:
+    app = app_for(redis_url=url, result_backend=url)
+
+    assert app.conf.broker_url == app.conf.result_backend == expected
+    assert app.connection_for_write().hostname == app.backend.connparams["host"] == "h"
+
+
+def test_a_url_with_options_of_redis_pys_submits_and_reads(redis_url: str) -> None:
+    url = f"{redis_url}?socket_timeout=3&health_check_interval=2"
+    with Client(settings=Settings(redis_url=url, result_backend=url)) as client:
+        run = client.submit("go", agent="helper")
+
+        assert client.store.redis.llen("celeriac.steps") == 1
+        assert AsyncResult(run.id, app=client._app).state == "STARTED"
+
+
 def test_a_worker_starts_on_a_broker_and_a_backend_with_tls() -> None:
     settings = Settings(redis_url=TLS[0][0], result_backend=TLS[0][0])
     app = make_app(settings, Agents())
@@ -233,6 +264,22 @@ def test_a_backend_that_cannot_be_used_is_refused_in_one_line(
 
     assert "planted" not in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", UNUSABLE)
+def test_a_client_with_such_a_backend_is_refused_before_it_is_made(
+    redis_url: str, url: str
+) -> None:
+    with pytest.raises(SettingsError, match="CELERIAC_RESULT_BACKEND can't be used") as refused:
+        Client(settings=Settings(redis_url=redis_url, result_backend=url))
+
+    assert "planted" not in str(refused.value)
+
+
+def test_a_client_closes_whose_backend_has_gone_away(redis_url: str) -> None:
+    gone = "redis://127.0.0.1:1/0"
+    with Client(settings=Settings(redis_url=redis_url, result_backend=gone)) as client:
+        client.list()
 
 
 def test_a_worker_with_such_a_backend_does_not_start(invoke: Invoke) -> None:
