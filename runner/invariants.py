@@ -318,9 +318,11 @@ def _check_block(
 
 
 def _first_results(look: Look) -> dict[str, str]:
-    """Call id -> content of its first result. Later ones in the trace came too late to count."""
+    """Call id -> content of its first result; those that came too late to count left aside."""
     first: dict[str, str] = {}
     for entry in look.trace:
+        if entry.get("late"):
+            continue
         found = [entry["result"]] if entry.get("kind") == "result" else entry.get("results") or []
         for result in found:
             first.setdefault(result["call_id"], result["content"])
