@@ -48,7 +48,7 @@ SIZES = {"one": 1, "two": 2, "model": 1}
 
 MAX_RUNS = 3
 
-PASSING = [1.0, 61.0, LEASE + 1, LEASE + 1, LEASE + 1, TIMEOUT + 1]
+PASSING = [1.0, 61.0, 61.0, LEASE + 1, LEASE + 1, LEASE + 1]
 
 Hear = Callable[[], object]
 """What a client does with an answer, once it hears it."""
@@ -182,7 +182,8 @@ class Transitions(RuleBasedStateMachine):
             ]
             if not held:
                 return  # it died before it heard of it
-            act = self.committing(told, held[0], chance)
+            ends = chance.at == chance.index
+            act = self.answering(told, held[0]) if ends else self.committing(told, held[0], chance)
         else:
             act = self.beginning_step(told, told.step)
         self.send(chance.way, act)
@@ -225,7 +226,8 @@ class Transitions(RuleBasedStateMachine):
         self.flying.pop(chance.at % len(self.flying))()
 
     def let_time_pass(self, chance: Chance) -> None:
-        self.get_older(PASSING[chance.at % len(PASSING)])
+        past_deadline = chance.flag and chance.at == chance.index == 0
+        self.get_older(TIMEOUT + 1 if past_deadline else PASSING[chance.at])
 
     def get_older(self, seconds: float) -> None:
         let_pass(self.raw, seconds)
@@ -322,7 +324,8 @@ class Transitions(RuleBasedStateMachine):
         self.send(chance.way, act)
 
     def settle_or_delete(self, chance: Chance) -> None:
-        told = self.run_of(chance)
+        ended = [told for told in self.told if told.end is not None]
+        told = ended[chance.at % len(ended)] if ended else self.run_of(chance)
 
         def delete() -> None:
             outcome = self.wire.delete_run(told.id)
