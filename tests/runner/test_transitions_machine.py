@@ -604,7 +604,7 @@ class Transitions(RuleBasedStateMachine):
             what = "record"  # what isn't idempotent is never put back
         acts: dict[str, Callable[[], Hear | None]] = {"renew": renew, "retry": retry}
         acts |= {"lose": lose, "stop": lose, "record": self.recording(told, step, index)}
-        acts["stray"] = self.recording(told, step + 1, index)
+        acts["stray"] = self.recording(told, step - 1, index)
         self.send(chance.way, acts[what])
 
     def decide(self, chance: Chance) -> None:
