@@ -250,8 +250,11 @@ def _judge_talk(story: Story, store: RunStore, verdict: Verdict) -> None:
             if found[text] != 1:
                 verdict.faults.append(f"run {number} has {text!r} {found[text]} times")
     for number, previous in story.follows.items():
-        before = store.read_messages(story.runs[previous].id)
-        if store.read_messages(story.runs[number].id)[: len(before)] != before:
+        after, ended = (store.read_run(story.runs[n].id) for n in (number, previous))
+        if after.after != ended.run_id and number in story.cancelled:
+            continue  # before it had its turn
+        before = store.read_messages(ended.run_id)
+        if store.read_messages(after.run_id)[: len(before)] != before:
             verdict.faults.append(f"run {number} doesn't go on from the history of {previous}")
     verdict.figures["messages said"] = sum(map(len, story.said.values()))
     verdict.figures["runs that go on from another"] = len(story.follows)
