@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -162,7 +163,7 @@ class Agent:
         """The names of fields that any of its tools wants hidden."""
         return frozenset(name for each in self.toolbox for name in each.redact)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Changes when what the model is told changes: instructions, tools or output type."""
         told = [self.instructions, self.toolbox.definitions(), self.output_schema]

@@ -25,9 +25,17 @@ ERROR_START = '{"ok":false,"error":{"type":'
 class Turn:
     """One block of the history: what was called, and what came of it in call order."""
 
-    calls: Calls
-    names: tuple[str, ...]
+    called: tuple[tuple[str, str], ...]
     contents: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.called)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """What came of it, in whatever order."""
+        return tuple(sorted(self.contents))
 
     @property
     def failed(self) -> bool:
@@ -37,7 +45,7 @@ class Turn:
     @property
     def outcome(self) -> tuple[Calls, tuple[str, ...]]:
         """What was called with what results, in whatever order."""
-        return self.calls, tuple(sorted(self.contents))
+        return _calls(self.called), self.results
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +94,17 @@ def look_at_progress(history: Sequence[Message], most: int) -> Progress:
         if not turn.failed or (turn.names, turn.contents) != (last.names, last.contents):
             break
         errors += 1
-    made = Counter(turn.outcome for turn in turns)
+    # Only turns with the same results can be the same: of the others nobody reads the arguments.
+    results = [turn.results for turn in turns]
+    alike = Counter(results)
+    made = Counter(
+        turn.outcome
+        for turn, result in zip(turns, results, strict=True)
+        if alike[result] >= min(most, 2)
+    )
     worn = frozenset(calls for (calls, _), times in made.items() if times >= most)
-    return Progress(made[last.outcome], errors, worn)
+    same = made[last.outcome] if made else 0
+    return Progress(max(1, same), errors, worn)
 
 
 def _last_turns(history: Sequence[Message], most: int) -> list[Turn]:
@@ -103,9 +119,7 @@ def _last_turns(history: Sequence[Message], most: int) -> list[Turn]:
         elif entries := message.get("tool_calls"):
             functions = [entry["function"] for entry in entries]
             called = [(each["name"], each["arguments"]) for each in functions]
-            turns.append(
-                Turn(_calls(called), tuple(name for name, _ in called), tuple(reversed(contents)))
-            )
+            turns.append(Turn(tuple(called), tuple(reversed(contents))))
             contents = []
             if len(turns) == most:
                 break

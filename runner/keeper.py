@@ -110,8 +110,12 @@ class Keeper:
     def _keep(self) -> None:
         while True:
             call = self._wait()
-            if not call.may_go_on():
-                self._end(call)
+            try:
+                if not call.may_go_on():
+                    self._end(call)
+            except Exception:
+                # Without this thread no later call would be held: it must survive anything.
+                logger.exception("a call could not be ended")
 
     def _wait(self) -> HeldCall:
         """The call that has to be looked at now."""

@@ -163,6 +163,32 @@ def test_a_body_that_does_not_let_go_is_given_up_once_and_its_call_ends_after_th
         assert told == [Outcome.FENCED]
 
 
+def test_a_keeper_outlives_a_call_that_it_could_not_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("runner.keeper.KILL_GRACE", 0.01)
+    keeper, renewals = Keeper(), Renewals()
+    failed = threading.Event()
+
+    def give_up(_: Outcome | None) -> None:
+        failed.set()
+        raise OSError("away")
+
+    broken = HeldCall(
+        renew=renewals,
+        renew_every=60,
+        timeout=0,
+        remaining=60,
+        body=Body(),
+        give_up=give_up,
+    )
+    with keeper.hold(broken):
+        assert failed.wait(5)
+    with keeper.hold(held(renewals, renew_every=0.01)):
+        assert renewals.renewed.wait(5)
+    assert "a call could not be ended" in caplog.text
+
+
 def test_a_renewal_that_fails_leaves_the_lease_to_decide() -> None:
     renewals = Renewals()
 
