@@ -335,7 +335,11 @@ class Transitions(RuleBasedStateMachine):
             self.send(chance.way, delete)
         else:
             record = self.wire.read_run(told.id)
-            self.send(chance.way, lambda: self.wire.settle_run(record) and None)
+
+            def settle() -> None:
+                self.wire.settle_run(record)
+
+            self.send(chance.way, settle)
 
     def say(self, chance: Chance) -> None:
         told, text = self.run_of(chance), f"said {next(self.numbers)}"
