@@ -182,6 +182,8 @@ class Transitions(RuleBasedStateMachine):
             if not held:
                 return  # it died before it heard of it
             ends = chance.at == chance.index
+            if ends and chance.flag:
+                self.send("heard", self.saying(told))
             act = self.answering(told, held[0]) if ends else self.committing(told, held[0], chance)
         else:
             act = self.beginning_step(told, told.step)
@@ -342,7 +344,10 @@ class Transitions(RuleBasedStateMachine):
             self.send(chance.way, settle)
 
     def say(self, chance: Chance) -> None:
-        told, text = self.run_of(chance), f"said {next(self.numbers)}"
+        self.send(chance.way, self.saying(self.run_of(chance)))
+
+    def saying(self, told: Told) -> Callable[[], Hear | None]:
+        text = f"said {next(self.numbers)}"
 
         def act() -> None:
             outcome = self.wire.send_message(told.id, text, text)
@@ -352,7 +357,7 @@ class Transitions(RuleBasedStateMachine):
                 told.operations.add(text)
                 told.inbox.append(("user", text))
 
-        self.send(chance.way, act)
+        return act
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -585,7 +590,7 @@ class Transitions(RuleBasedStateMachine):
                 call.lease_end = self.now + LEASE
 
         def retry() -> None:
-            outcome = self.wire.retry_call(begun, delay=30, result=result)
+            outcome = self.wire.retry_call(begun, delay=30 * chance.flag, result=result)
             call = told.call(step, index)
             if outcome in (Outcome.OK, Outcome.ALREADY):
                 assert call is not None
