@@ -477,8 +477,11 @@ def test_every_setting_is_told_with_its_default() -> None:
 
 @each_document
 def test_every_variable_that_is_named_is_a_setting(path: Path) -> None:
-    named = set(re.findall(r"\bCELERIAC_[A-Z_]+\b", path.read_text(encoding="utf-8")))
-    assert named <= {f"CELERIAC_{name.upper()}" for name in Settings.__dataclass_fields__}
+    named, told = (
+        set(re.findall(r"\bCELERIAC_[A-Z_]+\b", file.read_text(encoding="utf-8")))
+        for file in (path, ROOT / "Makefile")
+    )
+    assert named <= told | {f"CELERIAC_{name.upper()}" for name in Settings.__dataclass_fields__}
 
 
 def test_the_exit_codes_are_those_of_the_command_line() -> None:

@@ -27,7 +27,8 @@ local epoch, state = unpack(redis.call('HMGET', KEYS[2], field .. 'epoch', field
 if epoch ~= ARGV[4] or state == 'done' then
   return {'FENCED'}
 end
-if state == 'queued' then
+if state ~= 'running' then
+  -- Put back before, and maybe in a queue by now: it keeps its place there.
   return {'ALREADY'}
 end
 if tonumber(ARGV[9]) > 0 then

@@ -118,11 +118,18 @@ def memory(stage: Stage) -> dict[int, float]:
     return found
 
 
+def descriptors(stage: Stage) -> dict[int, int]:
+    """Open file descriptors of each process of the workers."""
+    workers = [stage.fleet.workers[name].pid for name in ("steps", "tools")]
+    pids = [pid for worker in workers for pid in family(worker)]
+    return {pid: len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids}
+
+
 def wait_for_all(runs: list[Run]) -> Counter[StopReason]:
     return Counter(run.result(timeout=1800).stop_reason for run in runs)
 
 
-def test_r27_memory_stays_flat_over_thousands_of_steps(open_soak: OpenSoak) -> None:
+def test_r27_memory_and_descriptors_stay_flat_over_thousands_of_steps(open_soak: OpenSoak) -> None:
     """Runs of 50 steps, whose history grows to 400 KB: 200 KB on average."""
     stage = open_soak()
     turns = [calls(("load", {"n": n})) for n in range(49)]
@@ -137,11 +144,12 @@ def test_r27_memory_stays_flat_over_thousands_of_steps(open_soak: OpenSoak) -> N
                 for run in runs[-8:]:  # nor does the server keep all histories until their TTL
                     redis = stage.client.store.redis
                     redis.delete(keys.trace(run.id), keys.messages(run.id))
+                    stage.fleet.tampered.add(run.id)
         assert set(wait_for_all(runs)) == {StopReason.COMPLETED}
         assert {run.result(timeout=1).steps for run in runs} == {50}
 
     drive(max(16, total // 5))
-    warm = memory(stage)
+    warm, opened = memory(stage), descriptors(stage)
     started = time.monotonic()
     drive(total)
     took = time.monotonic() - started
@@ -153,6 +161,9 @@ def test_r27_memory_stays_flat_over_thousands_of_steps(open_soak: OpenSoak) -> N
     )
     assert after.keys() == warm.keys()
     assert max(growth.values()) < 30
+    more = {pid: count - opened[pid] for pid, count in descriptors(stage).items()}
+    say(f"file descriptors before {list(opened.values())}, growth {list(more.values())}")
+    assert max(more.values()) <= 4
 
 
 def test_r43_ten_thousand_runs_leave_no_key_behind(open_soak: OpenSoak) -> None:

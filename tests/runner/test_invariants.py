@@ -404,6 +404,10 @@ UNFINISHED: dict[str, tuple[Damage, str]] = {
         "is queued, and has a result",
     ),
     "a stranger's result": (lambda r: r.hset(keys.results(RUN), "7", "{}"), "which nobody made"),
+    "a message kept twice": (
+        lambda r: r.rpush(keys.inbox(RUN), json.dumps({"role": "user", "content": "hello"})),
+        "1 messages of its user were kept for 0 that were sent",
+    ),
     "a call lost": (lambda r: r.hdel(CALLS, "2.state"), "call 1.2 is missing"),
     "a step that nobody closes": (
         lambda r: (r.hset(CALLS, "2.state", "done"), r.hset(keys.results(RUN), "2", "{}")),

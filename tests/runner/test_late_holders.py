@@ -10,7 +10,7 @@ from runner import keys
 from runner.loop import CLOSER
 from runner.models import Limits, StopReason, ToolDecision, ToolResult, Usage
 from runner.record import RunRecord
-from runner.store import BegunStep, OpenCall, Outcome, RunStore
+from runner.store import BegunCall, BegunStep, OpenCall, Outcome, RunStore
 
 RUN = "run-under-test"
 
@@ -32,19 +32,29 @@ def end(store: RunStore, held: RunRecord) -> Outcome:
     return ended.outcome
 
 
-def commit_and_close(store: RunStore, held: RunRecord) -> None:
-    decision = ToolDecision(call_id="0.0", name="ping", arguments="{}")
+def open_call(index: int, limits: dict[str, str] | None = None) -> OpenCall:
+    decision = ToolDecision(call_id=f"0.{index}", name="ping", arguments="{}")
+    return OpenCall(f"c{index}", decision, starts=3, limits=limits or {})
+
+
+def commit_calls(store: RunStore, held: RunRecord, calls: list[OpenCall]) -> None:
     store.commit_step(
         held,
-        messages=[{"role": "assistant", "tool_calls": [{"id": "c"}]}],
-        calls=[OpenCall("c", decision, starts=1)],
-        parallel=1,
+        messages=[
+            {"role": "assistant", "tool_calls": [{"id": call.provider_id} for call in calls]}
+        ],
+        calls=calls,
+        parallel=16,
         invalid=0,
         usage=Usage(),
         trace={},
         event={},
         fingerprint="f",
     )
+
+
+def commit_and_close(store: RunStore, held: RunRecord) -> None:
+    commit_calls(store, held, [open_call(0)])
     result = ToolResult(call_id="0.0", name="ping", ok=True, content="pong")
     assert store.record_result(RUN, 0, 0, result)[0] is Outcome.LAST
 
@@ -75,3 +85,21 @@ def test_a_holder_whose_lease_is_over_ends_the_run_while_nobody_else_has_it(
     held = begin(store)
     store.redis.hset(keys.run(RUN), "lease", 1)
     assert end(store, held) is Outcome.OK
+
+
+def test_a_retry_that_comes_again_leaves_a_call_its_place_in_the_queue(store: RunStore) -> None:
+    held = begin(store)
+    limits = {"one": "1"}
+    commit_calls(store, held, [open_call(0, limits), open_call(1, limits)])
+    first = store.begin_call(RUN, 0, 0)
+    assert isinstance(first, BegunCall)
+    failed = ToolResult(call_id="0.0", name="ping", ok=False, content="failed")
+    assert store.retry_call(first, delay=0, result=failed) is Outcome.OK
+    assert isinstance(store.begin_call(RUN, 0, 1), BegunCall)
+    assert store.begin_call(RUN, 0, 0) is Outcome.PARKED
+    place = store.redis.zscore(keys.waiting("one"), f"{RUN}.0.0")
+
+    assert store.retry_call(first, delay=0, result=failed) is Outcome.ALREADY
+
+    assert store.redis.zscore(keys.waiting("one"), f"{RUN}.0.0") == place is not None
+    assert len(store.read_trace(RUN)) == 2

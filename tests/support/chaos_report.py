@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from runner import StopReason
+from conftest import check_keys
+from runner import StopReason, keys
 from runner.invariants import check_run
 from runner.store import RunStore
 from support.chaos import CANCEL_GRACE, GUARDED_EVERY, TOOLS, Asked, Hurt, Story
@@ -57,6 +58,7 @@ def judge(story: Story, store: RunStore, ledger: Sequence[str]) -> Verdict:
     _judge_limit(story, ledger, verdict)
     _judge_decided(story, starts, verdict)
     _judge_talk(story, store, verdict)
+    _judge_what_is_left(story, store, verdict)
     _count_model_calls(story, verdict)
     _count_starts(story, starts, verdict)
     return verdict
@@ -258,6 +260,23 @@ def _judge_talk(story: Story, store: RunStore, verdict: Verdict) -> None:
             verdict.faults.append(f"run {number} doesn't go on from the history of {previous}")
     verdict.figures["messages said"] = sum(map(len, story.said.values()))
     verdict.figures["runs that go on from another"] = len(story.follows)
+
+
+def _judge_what_is_left(story: Story, store: RunStore, verdict: Verdict) -> None:
+    """When every run has ended: no place is held or waited for, and no key stays for ever."""
+    raw: Any = store.redis
+    try:
+        check_keys(raw)
+    except AssertionError as error:
+        verdict.faults.append(f"keys that are left: {error}")
+    if story.unfinished:
+        return
+    now = int(raw.time()[0]) * 1000
+    for name in raw.scan_iter(keys.slots("*")):
+        if held := raw.zrangebyscore(name, now, "+inf"):
+            verdict.faults.append(f"{name} is held by {held}, and nobody runs")
+    for name in raw.scan_iter(keys.waiting("*")):
+        verdict.faults.append(f"{raw.zrange(name, 0, -1)} wait in {name}, and nobody runs")
 
 
 def _count_model_calls(story: Story, verdict: Verdict) -> None:

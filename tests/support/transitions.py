@@ -49,6 +49,19 @@ MAX_RUNS = 3
 
 PASSING = [1.0, 61.0, 61.0, LEASE + 1, LEASE + 1, LEASE + 1]
 
+DONE_ONCE = {
+    "commit_step",
+    "decide_call",
+    "end_run",
+    "lose_call",
+    "park_step",
+    "record_result",
+    "release_step",
+    "retry_call",
+    "send_message",
+}
+"""What changes nothing any more when it comes again, however much later."""
+
 Hear = Callable[[], object]
 """What a client does with an answer, once it hears it."""
 
@@ -155,7 +168,7 @@ class Transitions(RuleBasedStateMachine):
             "finish": self.steps,
             "move_call": self.calls,
             "arrive_late": self.flying,
-            "submit": self.told[: MAX_RUNS - len(self.told)],
+            "submit": range(MAX_RUNS - len(self.told)),
         }
         getattr(self, name if needs.get(name, self.told) else "work")(chance)
 
@@ -182,6 +195,8 @@ class Transitions(RuleBasedStateMachine):
             if not held:
                 return  # it died before it heard of it
             ends = chance.at == chance.index
+            if ends and chance.flag:
+                self.send("heard", self.saying(told))
             act = self.answering(told, held[0]) if ends else self.committing(told, held[0], chance)
         else:
             act = self.beginning_step(told, told.step)
@@ -216,9 +231,7 @@ class Transitions(RuleBasedStateMachine):
         before = self.wire.snapshot()
         with self.wire.repeating(request):
             act()
-        same = request.name in ("commit_step", "end_run", "park_step", "release_step", "retry_call")
-        same = same or request.name in ("record_result", "decide_call", "send_message", "lose_call")
-        if same and was_taken(request):
+        if request.name in DONE_ONCE and was_taken(request):
             assert before == self.wire.snapshot(), f"{request.name} was done again, later"
 
     def arrive_late(self, chance: Chance) -> None:
@@ -335,10 +348,17 @@ class Transitions(RuleBasedStateMachine):
             self.send(chance.way, delete)
         else:
             record = self.wire.read_run(told.id)
-            self.send(chance.way, lambda: self.wire.settle_run(record) and None)
+
+            def settle() -> None:
+                self.wire.settle_run(record)
+
+            self.send(chance.way, settle)
 
     def say(self, chance: Chance) -> None:
-        told, text = self.run_of(chance), f"said {next(self.numbers)}"
+        self.send(chance.way, self.saying(self.run_of(chance)))
+
+    def saying(self, told: Told) -> Callable[[], Hear | None]:
+        text = f"said {next(self.numbers)}"
 
         def act() -> None:
             outcome = self.wire.send_message(told.id, text, text)
@@ -348,7 +368,7 @@ class Transitions(RuleBasedStateMachine):
                 told.operations.add(text)
                 told.inbox.append(("user", text))
 
-        self.send(chance.way, act)
+        return act
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -581,7 +601,7 @@ class Transitions(RuleBasedStateMachine):
                 call.lease_end = self.now + LEASE
 
         def retry() -> None:
-            outcome = self.wire.retry_call(begun, delay=30, result=result)
+            outcome = self.wire.retry_call(begun, delay=30 * chance.flag, result=result)
             call = told.call(step, index)
             if outcome in (Outcome.OK, Outcome.ALREADY):
                 assert call is not None

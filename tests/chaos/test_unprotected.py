@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def test_without_operation_ids_a_lost_reply_doubles_a_message(
         run = stage.submit([calls(("wait_until_told", {"n": 1}))])
         stage.fleet.wait_for(lambda: "call.started" in types(stage, run))
         with Proxy(int(stage.fleet.redis_url.split(":")[-1].split("/")[0])) as proxy:
-            far = RunStore(stage.fleet.settings.model_copy(update={"redis_url": proxy.url}))
+            far = RunStore(replace(stage.fleet.settings, redis_url=proxy.url))
             far.send_message(run.id, "a first one", "so that the script is known")
             proxy.lose_replies()
             far.send_message(run.id, "once", "hello")

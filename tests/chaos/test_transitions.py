@@ -12,7 +12,7 @@ from support.transitions import play
 
 
 def test_a_store_stays_whole_whatever_is_sent_in_whatever_order(server: ValkeyServer) -> None:
-    play(server, examples=100, steps=50)
+    play(server, examples=80, steps=50)
 
 
 @pytest.mark.chaos
