@@ -292,6 +292,10 @@ def test_a_cold_stop_hands_an_idempotent_call_over_at_once(open_fleet: OpenStage
 
     assert run.result(timeout=15).ok
     assert stage.results(run) == ["second"]
+    log = stage.fleet.log("tools")
+    assert "handed over" in log
+    assert "WorkerLostError" in log
+    assert "Traceback" not in log
 
 
 def test_a_cold_stop_tells_the_model_that_an_outcome_is_unknown(open_fleet: OpenStage) -> None:
