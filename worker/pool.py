@@ -30,6 +30,7 @@ class OneLineOfLoss(logging.Filter):
     """The traceback of a child's death shows Celery's frames alone: its first line says enough."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.exc_info and isinstance(record.exc_info[1], WorkerLostError):
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(getattr(error, "exc", error), WorkerLostError):  # it may be wrapped
             record.exc_info = None
         return True
