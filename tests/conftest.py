@@ -59,7 +59,8 @@ def _shared_by(item: pytest.Item) -> str | None:
         for name, (*_, each) in defined.items()
         if each.scope != "function" and each.baseid not in ("", "tests")
     ]
-    return min(shared, default=None)
+    # The shortest is the one that most tests share: of a folder before of a file.
+    return min(sorted(shared), key=len, default=None)
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from tasks.recover import Recoverer
 from worker.checks import check_start
 from worker.config import HARD_LIMIT_MARGIN, merge_config, worker_config
 from worker.control import replace_revoke
+from worker.pool import OneLineOfLoss
 from worker.shutdown import Drain
 
 QUEUES = {"steps": STEPS_QUEUE, "tools": TOOLS_QUEUE}
@@ -93,6 +94,7 @@ def run_worker(
     store.close()
     # One line for each request, with its URL, is the SDK's habit and not ours.
     logging.getLogger("httpx2").setLevel(logging.WARNING)
+    logging.getLogger("celery.worker.request").addFilter(OneLineOfLoss())
     worker = app.Worker(
         hostname=f"{queue}-{os.getpid()}@{socket.gethostname()}",
         pool=POOLS[pool],

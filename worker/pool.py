@@ -6,8 +6,10 @@ only every five seconds: a death in that gap would go unanswered for as long.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
+from billiard.exceptions import WorkerLostError
 from celery.concurrency.asynpool import AsynPool
 from celery.concurrency.prefork import TaskPool
 
@@ -22,3 +24,13 @@ class _Pool(AsynPool):
 
 class ToolPool(TaskPool):
     Pool = _Pool
+
+
+class OneLineOfLoss(logging.Filter):
+    """The traceback of a child's death shows Celery's frames alone: its first line says enough."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(getattr(error, "exc", error), WorkerLostError):  # it may be wrapped
+            record.exc_info = None
+        return True

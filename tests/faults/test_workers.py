@@ -222,6 +222,9 @@ def test_a_warm_stop_hands_an_idempotent_call_over_at_no_cost(open_fleet: OpenSt
     assert run.result(timeout=15).ok
     attempts = [each.data["attempt"] for each in run.events() if each.type == "call.started"]
     assert attempts == [1, 1]
+    log = stage.fleet.log("tools")
+    assert "handed over" in log
+    assert "Traceback" not in log
 
 
 @pytest.mark.parametrize("queue", ["steps", "tools"])
@@ -292,6 +295,7 @@ def test_a_cold_stop_hands_an_idempotent_call_over_at_once(open_fleet: OpenStage
 
     assert run.result(timeout=15).ok
     assert stage.results(run) == ["second"]
+    assert "Traceback" not in stage.fleet.log("tools")
 
 
 def test_a_cold_stop_tells_the_model_that_an_outcome_is_unknown(open_fleet: OpenStage) -> None:
