@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 MAX_METADATA_CHARS = 16_384
 
+MAX_PRINCIPAL_BYTES = 16_384
+
 MAX_CONVERSATION_CHARS = 256
 
 WHEN_BUSY = ("reject", "enqueue", "interrupt")
@@ -269,11 +271,13 @@ def check_principal(given: object) -> Principal | None:
         return None
     try:
         principal = Principal.model_validate(_as_dict(given))
-        principal.model_dump_json().encode()
+        size = len(principal.model_dump_json().encode())
     except ValueError:  # not of this shape, or with half a surrogate pair
         raise InvalidInput(
             "principal takes id and tenant (text) and scopes (a list of texts), and nothing else"
         ) from None
+    if size > MAX_PRINCIPAL_BYTES:
+        raise InvalidInput(f"principal has {size} bytes, at most {MAX_PRINCIPAL_BYTES}")
     return principal
 
 

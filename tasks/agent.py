@@ -25,6 +25,9 @@ from tasks.requests import CallRequest, HiddenRequest, StepRequest, cancel_if_re
 
 logger = logging.getLogger(__name__)
 
+STRATEGY = "tasks.requests:refuse_unreadable"
+"""How a worker makes a request of a message, also for Celery's own tasks; it is had by name."""
+
 
 def add_tasks(app: Celery, loop: Loop) -> None:
     """Give a worker's app the tasks of the loop."""
@@ -36,6 +39,7 @@ def add_tasks(app: Celery, loop: Loop) -> None:
         """A call of this worker's loop."""
 
     Step.loop = Call.loop = loop
+    app.Task.Strategy = STRATEGY
 
     @app.task(
         name=START,

@@ -214,6 +214,8 @@ class Client:
         """Runs that haven't ended, then the last that have; at most `limit` are looked at."""
         if status not in (None, *RunStatus):
             raise InvalidInput(f"status is one of {', '.join(RunStatus)}")
+        if limit < 1:  # Redis would count from the other end
+            raise InvalidInput("limit is how many runs are looked at: 1 or more")
         wanted = None if status is None else RunStatus(status)
         tenant = None if self.principal is None else self.principal.tenant
         runs = (RunInfo.of(record) for record in self.store.list_runs(limit, tenant=tenant))
@@ -472,7 +474,9 @@ class Run:
 
     def _decider(self, by: str | None) -> str | None:
         if self._principal is None:
-            return by
+            if by is not None and not (isinstance(by, str) and len(by) <= MAX_REASON_CHARS):
+                raise InvalidInput(f"by is a text of at most {MAX_REASON_CHARS} characters")
+            return by if by is None else scrub(by)
         if by not in (None, self._principal.id):
             raise PermissionDenied("this client acts for its principal, and decides in that name")
         return self._principal.id
