@@ -61,12 +61,17 @@ MAX_FAULTS = 5
 class Accepted:
     """The run that a goal got, and whether this made it or it was there already.
 
-    `begins`: its first step may be taken now; one that was enqueued waits for its turn.
+    `following`: the run whose first step may be taken now. That is this one where it `begins`; one
+    that was enqueued waits for its turn, and one that interrupts may find another in front.
     """
 
     run_id: str
     created: bool
-    begins: bool
+    following: str | None
+
+    @property
+    def begins(self) -> bool:
+        return self.following == self.run_id
 
 
 def accept_goal(
@@ -120,10 +125,10 @@ def accept_goal(
         case Outcome.BUSY:
             raise _refuse_busy(known_id, when_busy)
         case Outcome.WAIT:
-            begins = when_busy == "interrupt" and _interrupt(store, known_id) == new_id
-            return Accepted(new_id, created=True, begins=begins)
+            following = _interrupt(store, known_id) if when_busy == "interrupt" else None
+            return Accepted(new_id, created=True, following=following)
     made = outcome is Outcome.CREATED
-    return Accepted(known_id, created=made, begins=made)
+    return Accepted(known_id, created=made, following=known_id if made else None)
 
 
 def _interrupt(store: RunStore, live: str) -> str | None:

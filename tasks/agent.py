@@ -59,8 +59,8 @@ def add_tasks(app: Celery, loop: Loop) -> None:
             raise
         if accepted.created:
             store_started(app, loop.store, run_id)
-            if not cancel_if_revoked(loop.store, run_id) and accepted.begins:
-                publish(app, loop.store, NextStep(run_id, 0))
+            if not cancel_if_revoked(loop.store, run_id) and accepted.following:
+                publish(app, loop.store, NextStep(accepted.following, 0))
 
     @app.task(name=STEP, shared=False, Request=Step)
     def step(run_id: str, step: int) -> None:

@@ -176,8 +176,8 @@ class Client:
         )
         if accepted.created:
             store_started(self._app, self.store, accepted.run_id)
-        if accepted.begins:
-            publish(self._app, self.store, NextStep(accepted.run_id, 0))
+        if accepted.following is not None:
+            publish(self._app, self.store, NextStep(accepted.following, 0))
         return self._handle(accepted.run_id)
 
     def get(self, run_id: str) -> Run:
