@@ -169,6 +169,8 @@ def accept_start(
     store: RunStore, run_id: str, args: Sequence[Any], given: Mapping[str, Any]
 ) -> Accepted:
     """`accept_goal` with what a `celeriac.start` was sent; the run has this id, or is refused."""
+    # A message may come without an id; a run of another one would be nobody's.
+    keys.check_run_id(run_id or "")
     accepted = accept_goal(store, run_id=run_id, **_read_options(args, given))
     if accepted.run_id != run_id:
         raise InvalidInput(

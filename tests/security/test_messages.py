@@ -1,10 +1,9 @@
-"""What a stranger puts into the queues or the result backend is refused, and never run."""
+"""What a stranger puts into the queues is refused, and never run."""
 
 from __future__ import annotations
 
 import base64
 import json
-import os
 import pickle
 import uuid
 from pathlib import Path
@@ -12,37 +11,15 @@ from typing import Any
 
 import pytest
 import yaml
-from celery.result import AsyncResult
-from kombu.exceptions import ContentDisallowed, DecodeError
 
-from runner import StopReason
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE
-from runner.store import connect
 from support.fleet import raw_client
-from support.model_server import final
+from support.plants import as_yaml, pickled
 from support.stage import Stage
 
 QUEUES = {"steps": STEPS_QUEUE, "tools": TOOLS_QUEUE}
 TASKS = ("celeriac.start", "celeriac.step", "celeriac.call_tool", "celeriac.ping")
 DEEP = b"[" * 100_000 + b"]" * 100_000
-
-
-class Bomb:
-    """Unpickled, it leaves a file behind."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mknod, (str(self._path),)
-
-
-def pickled(path: Path) -> bytes:
-    return pickle.dumps([[Bomb(path)], {}, {}])
-
-
-def as_yaml(path: Path) -> bytes:
-    return f"!!python/object/apply:os.mknod ['{path}']".encode()
 
 
 def message(body: bytes, *, kind: Any = "application/json", **headers: Any) -> str:
@@ -151,34 +128,3 @@ def test_these_bombs_would_go_off(tmp_path: Path) -> None:
     pickle.loads(pickled(tmp_path / "pickle"))
     yaml.unsafe_load(as_yaml(tmp_path / "yaml"))
     assert {each.name for each in tmp_path.iterdir()} == {"pickle", "yaml"}
-
-
-@pytest.mark.parametrize("kind", ["pickle", "yaml"])
-def test_what_is_planted_in_the_result_backend_is_not_decoded(
-    stage: Stage, tmp_path: Path, kind: str
-) -> None:
-    planted, run_id = tmp_path / "planted", str(uuid.uuid4())
-    body = pickled(planted) if kind == "pickle" else as_yaml(planted)
-    backend = raw_client(stage.fleet.settings.result_backend)
-    backend.set(f"celery-task-meta-{run_id}", body)
-    app = stage.client._app
-
-    with pytest.raises((ContentDisallowed, DecodeError, ValueError)):
-        AsyncResult(run_id, app=app).get(timeout=1)
-
-    assert not planted.exists()
-    backend.close()
-
-
-def test_a_run_ends_although_its_place_in_the_result_backend_holds_a_pickle(
-    stage: Stage, tmp_path: Path
-) -> None:
-    planted, goal = tmp_path / "planted", f"be told in spite of a pickle {uuid.uuid4()}"
-    stage.script(goal, [final("done") | {"delay": 0.5}])
-    run = stage.client.submit(goal, agent="guarded")
-    backend = connect(stage.fleet.settings.result_backend)
-    backend.set(f"celery-task-meta-{run.id}", pickled(planted))
-
-    assert run.result(timeout=20).stop_reason is StopReason.COMPLETED
-    assert not planted.exists()
-    backend.close()
