@@ -108,7 +108,7 @@ def accept_goal(
         limits=limits,
         principal=acting,
         metadata=_check_metadata(metadata),
-        idempotency_key=_check_idempotency_key(idempotency_key),
+        idempotency_key=check_idempotency_key(idempotency_key),
         on_finish=(task := _check_on_finish(on_finish)),
         promised=task is not None or bool(store.settings.result_backend),
         after=after,
@@ -264,7 +264,7 @@ def check_agent(agent: object) -> str:
     return agent
 
 
-def _check_idempotency_key(key: object) -> str | None:
+def check_idempotency_key(key: object) -> str | None:
     if key is None or (isinstance(key, str) and key):
         return key
     if key == "":

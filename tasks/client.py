@@ -53,6 +53,7 @@ from runner.store import Outcome, RunStore, no_such_run
 from tasks.accept import (
     accept_goal,
     check_agent,
+    check_idempotency_key,
     check_permission,
     check_principal,
     check_text,
@@ -409,7 +410,8 @@ class Run:
         `idempotency_key` is one message, however often it is sent. Raises `RunFinished`.
         """
         check_text("message", text, self._store.settings.max_goal_chars)
-        operation = uuid.uuid4().hex if idempotency_key is None else digest(idempotency_key)
+        key = check_idempotency_key(idempotency_key)
+        operation = uuid.uuid4().hex if key is None else digest(key)
         outcome = self._store.send_message(self.id, operation, clean(text))
         if outcome is Outcome.BUSY:
             raise InvalidInput(

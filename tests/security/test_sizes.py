@@ -96,6 +96,8 @@ def test_what_is_said_to_a_run_is_bounded(client: Client) -> None:
     run = client.submit("go", agent="helper")
     for act in (
         lambda: run.send(HUGE),
+        lambda: run.send("hello", idempotency_key=""),
+        lambda: run.send("hello", idempotency_key=["k"] * 1_000),  # type: ignore[arg-type]
         lambda: run.reply(HUGE),
         lambda: run.approve("0.0", by=HUGE),
         lambda: run.deny("0.0", "no", by=HUGE),
