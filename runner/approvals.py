@@ -5,6 +5,8 @@ Whoever decides on one that no longer waits is told what became of it, and nothi
 
 from __future__ import annotations
 
+import re
+
 from runner.errors import AlreadyDecided, CeleriacError, InvalidInput, RunFinished
 from runner.models import Approval, Decided, ToolErrorInfo, ToolErrorType, ToolResult
 from runner.store import Outcome, RunStore
@@ -16,6 +18,8 @@ TIMED_OUT = Decided(approved=False, reason="TIMEOUT")
 UNDECIDED = "nobody decided in time whether this call may run, so it was not run"
 """What the model reads of a call that nobody approved or denied in time."""
 
+
+CALL_ID = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})")
 
 UNSEEN = "unseen"
 """A digest that no call has: nobody decides on what they can't have seen."""
@@ -97,10 +101,10 @@ def _digest_of(shown: Approval | None, given: str | None) -> str:
 def _parse(run_id: str, call_id: str) -> tuple[int, int]:
     if not isinstance(call_id, str):
         raise InvalidInput("a call's id is a text: its step and its index, such as 3.0")
-    step, _, index = call_id.partition(".")
-    if not (step.isascii() and step.isdigit() and index.isascii() and index.isdigit()):
+    found = CALL_ID.fullmatch(call_id)
+    if found is None:
         raise InvalidInput(f"run {run_id}: a call's id is its step and its index, such as 3.0")
-    return int(step), int(index)
+    return int(found[1]), int(found[2])
 
 
 def _explain(store: RunStore, run_id: str, call_id: str, outcome: Outcome) -> CeleriacError:

@@ -113,9 +113,9 @@ def _as_json(at: int, message: Message) -> Message:
     try:
         text = json.dumps(message, ensure_ascii=False, allow_nan=False)
         copy: Message = load_json(text)
+        return {key: _clean(value) for key, value in copy.items()}
     except (TypeError, ValueError, RecursionError):
         raise _refuse(at, "JSON can't carry it") from None
-    return {key: _clean(value) for key, value in copy.items()}
 
 
 def _clean(value: Any) -> Any:

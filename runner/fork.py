@@ -22,6 +22,7 @@ def fork_run(
     start = find_start(recording, step)
     return store.fork_run(
         run_id=run_id,
+        source=recording.run_id,
         agent=agent,
         step=step,
         messages=recording.messages[:start],

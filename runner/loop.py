@@ -603,7 +603,10 @@ class Loop:
             event=event | {"delay": round(delay, 3)},
             switch=switch,
             warning=warn_of_budgets(agent, record, _limits(record), asked.usage, [], 0),
-            pause=error.retry_after or 0.0 if error.type is RunErrorType.RATE_LIMITED else 0.0,
+            # Also where the server doesn't say for how long it wants to be left alone.
+            pause=max(delay, error.retry_after or 0.0)
+            if error.type is RunErrorType.RATE_LIMITED
+            else 0.0,
         )
         return Wait(record.run_id) if outcome is Outcome.OK else self._let_go(record, outcome)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import redis
@@ -41,9 +41,10 @@ class Settings:
     longer or shorter than `retention`.
     """
 
-    redis_url: str = "redis://127.0.0.1:6379/0"
-    broker_url: str = ""
-    result_backend: str = ""
+    # A URL holds a password, which no repr may show.
+    redis_url: str = field(default="redis://127.0.0.1:6379/0", repr=False)
+    broker_url: str = field(default="", repr=False)
+    result_backend: str = field(default="", repr=False)
     agents: tuple[str, ...] = ()
     model: str = "gpt-4o-mini"
     model_profile: str = ""

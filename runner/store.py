@@ -63,6 +63,7 @@ from runner.record import (
     result_trace,
     usage_args,
 )
+from runner.redact import redact
 from runner.render import cut
 from runner.scripts import Envelopes, load_script, script_names
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
@@ -466,6 +467,7 @@ class RunStore:
         self,
         *,
         run_id: str,
+        source: str = "",
         agent: str,
         step: int,
         messages: Sequence[dict[str, Any]],
@@ -478,7 +480,8 @@ class RunStore:
     ) -> Outcome:
         """Write the record of a run that begins at `step`; `trace` says where it comes from.
 
-        `goal` is the place of the goal among `messages`.
+        It has too what is kept whole of the results of `source` before that step. `goal` is the
+        place of the goal among `messages`.
         """
         record: dict[str, str | int] = {
             "schema": SCHEMA_VERSION,
@@ -501,6 +504,8 @@ class RunStore:
                 keys.trace(run_id),
                 keys.DUE,
                 keys.RUNS,
+                keys.whole(run_id),
+                keys.whole(source),
             ],
             [
                 run_id,
@@ -854,11 +859,11 @@ class RunStore:
 
         With `WAIT` that is the index of a held call, with `LAST` the number of the next step.
         `operation`: the same for each time that this is tried. `final`: its data is the run's
-        answer. `parts` follow the block as a user message. Fields called as in `hidden` are hidden
-        in the trace. A result that no attempt brings is taken only from a call that `waits` in that
-        state, and with these arguments (`digest`); `decided`: it is a denial, of which the first
-        stands. `whole` is the text of a result that was cut for the model; of that, the setting
-        `max_result_chars` is kept for the user.
+        answer. `parts` follow the block as a user message. A result that no attempt brings is taken
+        only from a call that `waits` in that state, and with these arguments (`digest`); `decided`:
+        it is a denial, of which the first stands. `whole` is the text of a result that was cut for
+        the model; of that, the setting `max_result_chars` is kept for the user. Fields called as in
+        `hidden` are hidden in that and in the trace.
         """
         reply = self._run(
             "record_result",
@@ -894,7 +899,7 @@ class RunStore:
                 waits or "",
                 decided.model_dump_json(exclude_none=True) if decided else "",
                 digest or "",
-                cut(whole or "", self.settings.max_result_chars),
+                cut(redact(whole or "", hidden), self.settings.max_result_chars),
             ],
         )
         return reply[0], int(reply[1]) if len(reply) > 1 else None

@@ -55,6 +55,7 @@ MAX_EVIDENCE = 100
 MAX_CALL_EVIDENCE_CHARS = 4 * MAX_EVIDENCE_CHARS
 """Characters that are kept of one call's evidence, written as JSON."""
 
+MAX_SOURCE_CHARS = 1_024
 MIN_OUTPUT_CHARS = 256
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
@@ -691,8 +692,12 @@ def _cut_evidence(evidence: Evidence, call_id: str) -> Evidence:
     """What is kept of it: an answer's proof, not a store for documents."""
     size = 0 if evidence.data is None else len(dump_json(evidence.data))
     data = evidence.data if size <= MAX_EVIDENCE_CHARS else f"[cut: {size} characters]"
-    text = cut(evidence.text, MAX_EVIDENCE_CHARS)
-    return evidence.model_copy(update={"call_id": call_id, "text": text, "data": data})
+    kept = {
+        "source": cut(evidence.source, MAX_SOURCE_CHARS),
+        "text": cut(evidence.text, MAX_EVIDENCE_CHARS),
+        "data": data,
+    }
+    return evidence.model_copy(update={"call_id": call_id, **kept})
 
 
 def _limit_evidence(found: list[Evidence], call_id: str) -> list[Evidence]:

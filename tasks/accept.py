@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 MAX_METADATA_CHARS = 16_384
 
+MAX_PRINCIPAL_BYTES = 16_384
+
 MAX_CONVERSATION_CHARS = 256
 
 WHEN_BUSY = ("reject", "enqueue", "interrupt")
@@ -59,12 +61,17 @@ MAX_FAULTS = 5
 class Accepted:
     """The run that a goal got, and whether this made it or it was there already.
 
-    `begins`: its first step may be taken now; one that was enqueued waits for its turn.
+    `following`: the run whose first step may be taken now. That is this one where it `begins`; one
+    that was enqueued waits for its turn, and one that interrupts may find another in front.
     """
 
     run_id: str
     created: bool
-    begins: bool
+    following: str | None
+
+    @property
+    def begins(self) -> bool:
+        return self.following == self.run_id
 
 
 def accept_goal(
@@ -101,7 +108,7 @@ def accept_goal(
         limits=limits,
         principal=acting,
         metadata=_check_metadata(metadata),
-        idempotency_key=_check_idempotency_key(idempotency_key),
+        idempotency_key=check_idempotency_key(idempotency_key),
         on_finish=(task := _check_on_finish(on_finish)),
         promised=task is not None or bool(store.settings.result_backend),
         after=after,
@@ -118,10 +125,10 @@ def accept_goal(
         case Outcome.BUSY:
             raise _refuse_busy(known_id, when_busy)
         case Outcome.WAIT:
-            begins = when_busy == "interrupt" and _interrupt(store, known_id) == new_id
-            return Accepted(new_id, created=True, begins=begins)
+            following = _interrupt(store, known_id) if when_busy == "interrupt" else None
+            return Accepted(new_id, created=True, following=following)
     made = outcome is Outcome.CREATED
-    return Accepted(known_id, created=made, begins=made)
+    return Accepted(known_id, created=made, following=known_id if made else None)
 
 
 def _interrupt(store: RunStore, live: str) -> str | None:
@@ -162,6 +169,8 @@ def accept_start(
     store: RunStore, run_id: str, args: Sequence[Any], given: Mapping[str, Any]
 ) -> Accepted:
     """`accept_goal` with what a `celeriac.start` was sent; the run has this id, or is refused."""
+    # A message may come without an id; a run of another one would be nobody's.
+    keys.check_run_id(run_id or "")
     accepted = accept_goal(store, run_id=run_id, **_read_options(args, given))
     if accepted.run_id != run_id:
         raise InvalidInput(
@@ -255,7 +264,7 @@ def check_agent(agent: object) -> str:
     return agent
 
 
-def _check_idempotency_key(key: object) -> str | None:
+def check_idempotency_key(key: object) -> str | None:
     if key is None or (isinstance(key, str) and key):
         return key
     if key == "":
@@ -269,11 +278,13 @@ def check_principal(given: object) -> Principal | None:
         return None
     try:
         principal = Principal.model_validate(_as_dict(given))
-        principal.model_dump_json().encode()
+        size = len(principal.model_dump_json().encode())
     except ValueError:  # not of this shape, or with half a surrogate pair
         raise InvalidInput(
             "principal takes id and tenant (text) and scopes (a list of texts), and nothing else"
         ) from None
+    if size > MAX_PRINCIPAL_BYTES:
+        raise InvalidInput(f"principal has {size} bytes, at most {MAX_PRINCIPAL_BYTES}")
     return principal
 
 

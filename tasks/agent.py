@@ -25,6 +25,9 @@ from tasks.requests import CallRequest, HiddenRequest, StepRequest, cancel_if_re
 
 logger = logging.getLogger(__name__)
 
+STRATEGY = "tasks.requests:refuse_unreadable"
+"""How a worker makes a request of a message, also for Celery's own tasks; it is had by name."""
+
 
 def add_tasks(app: Celery, loop: Loop) -> None:
     """Give a worker's app the tasks of the loop."""
@@ -36,6 +39,7 @@ def add_tasks(app: Celery, loop: Loop) -> None:
         """A call of this worker's loop."""
 
     Step.loop = Call.loop = loop
+    app.Task.Strategy = STRATEGY
 
     @app.task(
         name=START,
@@ -55,8 +59,8 @@ def add_tasks(app: Celery, loop: Loop) -> None:
             raise
         if accepted.created:
             store_started(app, loop.store, run_id)
-            if not cancel_if_revoked(loop.store, run_id) and accepted.begins:
-                publish(app, loop.store, NextStep(run_id, 0))
+            if not cancel_if_revoked(loop.store, run_id) and accepted.following:
+                publish(app, loop.store, NextStep(accepted.following, 0))
 
     @app.task(name=STEP, shared=False, Request=Step)
     def step(run_id: str, step: int) -> None:

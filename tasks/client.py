@@ -53,6 +53,7 @@ from runner.store import Outcome, RunStore, no_such_run
 from tasks.accept import (
     accept_goal,
     check_agent,
+    check_idempotency_key,
     check_permission,
     check_principal,
     check_text,
@@ -179,8 +180,8 @@ class Client:
         )
         if accepted.created:
             store_started(self._app, self.store, accepted.run_id)
-        if accepted.begins:
-            publish(self._app, self.store, NextStep(accepted.run_id, 0))
+        if accepted.following is not None:
+            publish(self._app, self.store, NextStep(accepted.following, 0))
         return self._handle(accepted.run_id)
 
     def get(self, run_id: str) -> Run:
@@ -217,6 +218,8 @@ class Client:
         """Runs that haven't ended, then the last that have; at most `limit` are looked at."""
         if status not in (None, *RunStatus):
             raise InvalidInput(f"status is one of {', '.join(RunStatus)}")
+        if limit < 1:  # Redis would count from the other end
+            raise InvalidInput("limit is how many runs are looked at: 1 or more")
         wanted = None if status is None else RunStatus(status)
         tenant = None if self.principal is None else self.principal.tenant
         runs = (RunInfo.of(record) for record in self.store.list_runs(limit, tenant=tenant))
@@ -410,7 +413,8 @@ class Run:
         `idempotency_key` is one message, however often it is sent. Raises `RunFinished`.
         """
         check_text("message", text, self._store.settings.max_goal_chars)
-        operation = uuid.uuid4().hex if idempotency_key is None else digest(idempotency_key)
+        key = check_idempotency_key(idempotency_key)
+        operation = uuid.uuid4().hex if key is None else digest(key)
         outcome = self._store.send_message(self.id, operation, clean(text))
         if outcome is Outcome.BUSY:
             raise InvalidInput(
@@ -475,7 +479,9 @@ class Run:
 
     def _decider(self, by: str | None) -> str | None:
         if self._principal is None:
-            return by
+            if by is not None and not (isinstance(by, str) and len(by) <= MAX_REASON_CHARS):
+                raise InvalidInput(f"by is a text of at most {MAX_REASON_CHARS} characters")
+            return by if by is None else scrub(by)
         if by not in (None, self._principal.id):
             raise PermissionDenied("this client acts for its principal, and decides in that name")
         return self._principal.id

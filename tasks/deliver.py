@@ -9,6 +9,7 @@ import contextlib
 import logging
 
 from celery import Celery, states
+from kombu.exceptions import DecodeError
 
 from runner import keys
 from runner.errors import CeleriacError, RunNotFound, SettingsError
@@ -35,7 +36,12 @@ def deliver(app: Celery, store: RunStore, run_id: str) -> None:
         logger.warning("run=%s is left to a worker that has CELERIAC_RESULT_BACKEND", run_id)
         return
     if store.settings.result_backend:
-        store_ended(app, result)
+        try:
+            store_ended(app, result)
+        except (DecodeError, TypeError, LookupError):
+            # Celery reads before it writes, and what stands in the run's place isn't Celery's.
+            forget(app, run_id)
+            store_ended(app, result)
     on_finish = record.on_finish
     if on_finish is not None:
         app.send_task(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from billiard.exceptions import Terminated, WorkerLostError
+from celery.exceptions import InvalidTaskError
 from celery.worker import state as worker_state
 from celery.worker.request import Request
+from celery.worker.strategy import default as celery_strategy
+from kombu.exceptions import ContentDisallowed, DecodeError
 
 from runner.errors import CeleriacError
 from runner.loop import Loop, cancel_run
@@ -36,6 +40,41 @@ def cancel_if_revoked(store: RunStore, run_id: str) -> bool:
         logger.warning("run=%s was revoked and can't be cancelled yet: %s", run_id, error)
         return False
     return True
+
+
+UNREADABLE = (
+    ContentDisallowed,
+    DecodeError,
+    InvalidTaskError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    OverflowError,
+    RecursionError,
+)
+"""What Celery raises for a message that isn't one of a task; most of these would end the worker."""
+
+
+def refuse_unreadable(task: Any, app: Any, consumer: Any, **options: Any) -> Callable[..., Any]:
+    """Celery's way from a message to a request, but for what no request can be made of.
+
+    Such a message would end its worker, go back to its queue on the way out, and end the next one.
+    Nor does the log show its body, as Celery's would.
+    """
+    take = celery_strategy(task, app, consumer, **options)
+
+    def take_or_refuse(message: Any, body: Any, ack: Any, reject: Any, *rest: Any) -> None:
+        # A tool's time is its own; and a limit that is no number would end the pool.
+        message.headers.pop("timelimit", None)
+        try:
+            take(message, body, ack, reject, *rest)
+        except UNREADABLE as error:
+            shown = error if isinstance(error, ContentDisallowed) else type(error).__name__
+            logger.warning("%s: invalid task message: %s; it is dropped", task.name, shown)
+            reject(logger, consumer.connection_errors, False)
+
+    return take_or_refuse
 
 
 class HiddenRequest(Request):

@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 DOCUMENTS = sorted(
     [
-        *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+        *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
         *(ROOT / "docs").rglob("*.md"),
     ]
 )

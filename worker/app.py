@@ -95,6 +95,8 @@ def run_worker(
     # One line for each request, with its URL, is the SDK's habit and not ours.
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     logging.getLogger("celery.worker.request").addFilter(OneLineOfLoss())
+    # At DEBUG Celery's pools log whatever they are handed: a start's goal, as its sender wrote it.
+    logging.getLogger("celery.pool").setLevel(logging.INFO)
     worker = app.Worker(
         hostname=f"{queue}-{os.getpid()}@{socket.gethostname()}",
         pool=POOLS[pool],

@@ -16,7 +16,7 @@ from celery.worker.control import revoke as celery_revoke
 
 from runner.errors import CeleriacError
 from runner.keys import RUN_ID
-from runner.loop import Wait, cancel_run
+from runner.loop import Finish, cancel_run
 from runner.models import StopReason
 from runner.store import Outcome, RunStore
 from tasks.hints import publish
@@ -42,16 +42,14 @@ def replace_revoke(store: RunStore) -> None:
     ) -> Any:
         """Cancel the runs that these task ids belong to; any other id is left to Celery."""
         ids = list(task_id) if isinstance(task_id, list | tuple | set) else [task_id]
-        ended = [each for each in ids if _end_run(store, str(each))]
-        for each in ended:
-            publish(state.app, store, Wait(str(each)))  # others may have the places that it held
+        ended = [each for each in ids if _end_run(state.app, store, str(each))]
         others = [each for each in ids if each not in ended]
         if not others:
             return {"ok": f"runs of tasks {ended} cancelled, or ended before"}
         return celery_revoke(state, others, terminate=terminate, signal=signal, **options)
 
 
-def _end_run(store: RunStore, task_id: str) -> bool:
+def _end_run(app: Any, store: RunStore, task_id: str) -> bool:
     """Whether the task belongs to a run of ours that has ended, by this or before."""
     found = OUR_TASK.fullmatch(task_id)
     if found is None:
@@ -66,6 +64,8 @@ def _end_run(store: RunStore, task_id: str) -> bool:
         return False
     if ended.outcome is Outcome.STALE:
         return False
+    # Others may have the places that it held, and its conversation goes on.
+    publish(app, store, Finish(run_id, StopReason.CANCELLED, following=ended.following))
     if ended.stop_reason is not StopReason.CANCELLED:
         worker_state.revoked.discard(run_id)  # it had ended otherwise, and may be resumed
     return True

@@ -6,6 +6,8 @@
 -- KEYS[5] trace LIST
 -- KEYS[6] due ZSET
 -- KEYS[7] runs ZSET
+-- KEYS[8] whole HASH
+-- KEYS[9] source_whole HASH, of the run that it comes from
 -- ARGV[1] id of the run
 -- ARGV[2] step number to begin with
 -- ARGV[3] timeout in ms, from now to the deadline
@@ -28,6 +30,11 @@ if ARGV[8] ~= '' then
   redis.call('RPUSH', KEYS[3], ARGV[8])
 end
 redis.call('RPUSH', KEYS[5], ARGV[7])
+for _, call in ipairs(redis.call('HKEYS', KEYS[9])) do
+  if tonumber(string.match(call, '^%d+')) < tonumber(ARGV[2]) then
+    redis.call('HSET', KEYS[8], call, redis.call('HGET', KEYS[9], call))
+  end
+end
 redis.call('HSET', KEYS[1], 'status', 'queued', 'phase', 'model', 'step', ARGV[2], 'epoch', 0,
   'created', int(now), 'deadline', int(now + tonumber(ARGV[3])), 'hinted', int(now), 'hints', 1)
 for i = 10 + count, #ARGV, 2 do

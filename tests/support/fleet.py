@@ -106,10 +106,13 @@ class Fleet:
     def client(self) -> Client:
         return Client(settings=self.settings)
 
-    def start(self, queue: str, *, name: str | None = None, concurrency: int = 4) -> str:
+    def start(
+        self, queue: str, *, name: str | None = None, concurrency: int = 4, loglevel: str = "INFO"
+    ) -> str:
         """Start a worker process; returns its name."""
         name = name or f"{queue}-{len(self.workers)}"
-        code = f"import worker.app as w; exit(w.run_worker({queue!r}, concurrency={concurrency}))"
+        options = f"concurrency={concurrency}, loglevel={loglevel!r}"
+        code = f"import worker.app as w; exit(w.run_worker({queue!r}, {options}))"
         with (self.folder / f"{name}.log").open("ab") as log:
             self.workers[name] = subprocess.Popen(
                 [sys.executable, "-c", code],
