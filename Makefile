@@ -49,6 +49,10 @@ soak: $(VENV)/ready  ## Run what takes minutes; CELERIAC_SOAK_SCALE=0.04 makes i
 chaos: $(VENV)/ready  ## Kill, freeze, lose and double all that can be; CELERIAC_CHAOS_SEED=7 repeats one
 	@$(BIN)/python -m pytest -m chaos -s tests/chaos
 
+.PHONY: bench
+bench: $(VENV)/ready  ## Measure, and write docs/benchmarks.md again; PART=fanout measures one part
+	@PYTHONPATH=.:tests $(BIN)/python -m benchmarks $(PART)
+
 .PHONY: test-all
 test-all:  ## Pass the tests on every Python from 3.11 up that is found
 	@found=0; for minor in 11 12 13 14 15; do \
