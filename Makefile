@@ -10,7 +10,7 @@ WORKSPACE ?= .
 
 .PHONY: help
 help:  ## Show this list
-	@grep -hE '^[a-z-]+:.*?## ' $(MAKEFILE_LIST) | awk -F ':.*?## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*?## ' $(MAKEFILE_LIST) | awk -F ':.*?## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 # The marker is newer than what it was made from; set-up runs again only when that changes.
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -52,6 +52,10 @@ chaos: $(VENV)/ready  ## Kill, freeze, lose and double all that can be; CELERIAC
 .PHONY: bench
 bench: $(VENV)/ready  ## Measure, and write docs/benchmarks.md again; PART=fanout measures one part
 	@PYTHONPATH=.:tests $(BIN)/python -m benchmarks $(PART)
+
+.PHONY: chaos-obvious
+chaos-obvious: $(VENV)/ready  ## The chaos on the obvious design, and ours beside it
+	@PYTHONPATH=.:tests $(BIN)/python -m benchmarks fire
 
 .PHONY: test-all
 test-all:  ## Pass the tests on every Python from 3.11 up that is found

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.parts import slots, speed
+from benchmarks.parts import cost, faults, fire, slots, speed
 from benchmarks.report import show_table, write_report
 from benchmarks.tables import Size, Table, load_results, save_results
 
@@ -24,8 +24,18 @@ PARTS: dict[str, Callable[[Size, Path], Table]] = {
     "many": speed.measure_many,
     "slots": slots.measure_slots,
     "workers": slots.measure_workers,
+    "parked": cost.measure_parked,
+    "cancel": faults.measure_cancel,
+    "recovery": faults.measure_recovery,
+    "commands": cost.measure_commands,
+    "memory": cost.measure_memory,
+    "watching": cost.measure_watching,
+    "fire": fire.measure_fire,
 }
 """Each part by its name, in the order in which the document has them."""
+
+ON_DEMAND = {"fire"}
+"""Parts that take minutes of their own, and are only measured where they are named."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     results = load_results()
-    for name in given.parts or PARTS:
+    for name in given.parts or [each for each in PARTS if each not in ON_DEMAND]:
         started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="celeriac-bench-") as folder:
             table = PARTS[name](Size(given.share), Path(folder))

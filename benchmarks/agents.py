@@ -47,6 +47,12 @@ def limited(n: int, seconds: float = 0.0, chars: int = 0) -> str:
     return work(n, seconds, chars)
 
 
+@tool(idempotent=True)
+def again(n: int, seconds: float = 0.0, chars: int = 0) -> str:
+    """Give the number back; safe to start again."""
+    return work(n, seconds, chars)
+
+
 @tool(approval=True)
 def ask_first(n: int, seconds: float = 0.0, chars: int = 0) -> str:
     """Give the number back, once somebody has approved it."""
@@ -56,7 +62,7 @@ def ask_first(n: int, seconds: float = 0.0, chars: int = 0) -> str:
 bench = Agent(
     name="bench",
     model=Scripted(),
-    tools=[echo, limited, ask_first],
+    tools=[echo, limited, again, ask_first],
     limits=Limits(
         max_steps=10_000,
         timeout=86_400,

@@ -28,6 +28,8 @@ class Load:
     asking: float = 0.0
     working: float = 0.0
     chars: int = 0
+    first: int = 0
+    """The number of the first call; the others count on from it."""
 
     @property
     def goal(self) -> str:
@@ -50,7 +52,10 @@ def plan_calls(load: Load, turn: int) -> list[tuple[str, dict[str, Any]]]:
         return []
     given = {"seconds": load.working, "chars": load.chars}
     # No two are alike, or a guard against loops would see one.
-    return [(load.tool, {"n": turn * load.calls + index, **given}) for index in range(load.calls)]
+    return [
+        (load.tool, {"n": load.first + turn * load.calls + index, **given})
+        for index in range(load.calls)
+    ]
 
 
 def answer(messages: Sequence[Message]) -> Message:

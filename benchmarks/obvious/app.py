@@ -41,7 +41,7 @@ def step(run_id: str) -> None:
     if "tool_calls" in reply:
         chord([call_tool.s(call) for call in reply["tool_calls"]])(gather.s(run_id))
     else:
-        store.set(f"obvious:{run_id}:answer", reply["content"])
+        finish(run_id, reply["content"])
 
 
 @app.task
@@ -63,6 +63,10 @@ def load_history(run_id: str) -> list[Message]:
 
 def save_history(run_id: str, history: list[Message]) -> None:
     store.set(f"obvious:{run_id}", json.dumps(history))
+
+
+def finish(run_id: str, text: str) -> None:
+    store.set(f"obvious:{run_id}:answer", text)
 
 
 def ask_model(history: list[Message]) -> Message:
