@@ -53,6 +53,19 @@ chaos: $(VENV)/ready  ## Kill, freeze, lose and double all that can be; CELERIAC
 bench: $(VENV)/ready  ## Measure, and write docs/benchmarks.md again; PART=fanout measures one part
 	@PYTHONPATH=.:tests $(BIN)/python -m benchmarks $(PART)
 
+# Others' packages have an environment of their own; what can't be installed here is said and skipped.
+.venv-bench/ready: benchmarks/requirements.txt
+	@$(PYTHON) -m venv .venv-bench
+	@.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@mkdir -p .venv-bench/restate
+	@npm install --prefix .venv-bench/restate --no-audit --no-fund --silent @restatedev/restate-server \
+		|| echo "npm can't install restate-server; it is left out"
+	@touch $@
+
+.PHONY: bench-peers
+bench-peers: $(VENV)/ready .venv-bench/ready  ## Measure LangGraph, DBOS and Restate beside ours
+	@PYTHONPATH=.:tests $(BIN)/python -m benchmarks peers
+
 .PHONY: chaos-obvious
 chaos-obvious: $(VENV)/ready  ## The chaos on the obvious design, and ours beside it
 	@PYTHONPATH=.:tests $(BIN)/python -m benchmarks fire
@@ -67,4 +80,4 @@ test-all:  ## Pass the tests on every Python from 3.11 up that is found
 
 .PHONY: clean
 clean:  ## Remove what set-up and tests made
-	@rm -rf .venv .venv-3.* .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	@rm -rf .venv .venv-3.* .venv-bench .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.parts import cost, faults, fire, slots, speed
+from benchmarks.capacity import write_capacity
+from benchmarks.parts import cost, faults, fire, peers, slots, speed
 from benchmarks.report import show_table, write_report
 from benchmarks.tables import Size, Table, load_results, save_results
 
@@ -27,14 +28,16 @@ PARTS: dict[str, Callable[[Size, Path], Table]] = {
     "parked": cost.measure_parked,
     "cancel": faults.measure_cancel,
     "recovery": faults.measure_recovery,
+    "cpu": cost.measure_cpu,
     "commands": cost.measure_commands,
     "memory": cost.measure_memory,
     "watching": cost.measure_watching,
     "fire": fire.measure_fire,
+    "peers": peers.measure_peers,
 }
 """Each part by its name, in the order in which the document has them."""
 
-ON_DEMAND = {"fire"}
+ON_DEMAND = {"fire", "peers"}
 """Parts that take minutes of their own, and are only measured where they are named."""
 
 
@@ -43,12 +46,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of: {', '.join(PARTS)}")
     parser.add_argument("--share", type=float, default=1.0, help="of the full size; 1 is all")
     parser.add_argument("--dry", action="store_true", help="show the figures, and keep nothing")
+    parser.add_argument(
+        "--render", action="store_true", help="write the documents, measure nothing"
+    )
     given = parser.parse_args(arguments)
     unknown = set(given.parts) - set(PARTS)
     if unknown:
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     results = load_results()
-    for name in given.parts or [each for each in PARTS if each not in ON_DEMAND]:
+    usual = [] if given.render else [each for each in PARTS if each not in ON_DEMAND]
+    for name in given.parts or usual:
         started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="celeriac-bench-") as folder:
             table = PARTS[name](Size(given.share), Path(folder))
@@ -59,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             save_results(results)
     if not given.dry:
         write_report({name: results[name] for name in PARTS if name in results})
+        write_capacity(results)
     return 0
 
 

@@ -22,7 +22,7 @@ from benchmarks.gauges import (
 from benchmarks.load import Load
 from benchmarks.parts.speed import interleave, time_runs
 from benchmarks.rigs import Ours, Rig, Workers, obvious, ours, wait_for_runs
-from benchmarks.tables import Bar, Size, Table, median_and_spread, ratio
+from benchmarks.tables import Bar, Cell, Size, Table, median_and_spread, ratio
 from runner import keys
 from runner.agents import Agents
 from runner.loop import Loop
@@ -38,7 +38,7 @@ PATIENCE = 2.0
 def measure_commands(size: Size, folder: Path) -> Table:
     """Commands and bytes of a step of four calls."""
     short, long = 2, size.of(22, 6)
-    rows: list[list[str | float]] = []
+    rows: list[list[Cell]] = []
     with ours(folder / "ours") as mine, obvious(folder / "obvious") as theirs:
         found = {rig.name: count_step(rig, short, long) for rig in (mine, theirs)}
     for name, (commands, moved) in found.items():
@@ -78,6 +78,41 @@ def count_step(rig: Rig, short: int, long: int) -> tuple[Counter[str], float]:
         if round(count, 1) > 0:
             commands[word] = count  # type: ignore[assignment]
     return commands, (many_bytes - few_bytes) / more
+
+
+def measure_cpu(size: Size, folder: Path) -> Table:
+    """CPU time of a step, by the process that spends it."""
+    load, count = Load(), size.of(50, 2)
+    with ours(folder / "ours") as mine, obvious(folder / "obvious") as theirs:
+        spent = {}
+        for rig in (mine, theirs):
+            time_runs(rig, load, 2)
+            before = cpu_by_process(rig)
+            time_runs(rig, load, count)
+            after = cpu_by_process(rig)
+            spent[rig.name] = {
+                name: 1000 * (after[name] - before[name]) / count / load.steps for name in after
+            }
+    mine_ms, their_ms = spent["celeriac"], spent["obvious"]
+    return Table(
+        title="CPU time of a step",
+        about=f"{count} runs of 10 steps by 4 calls at once: milliseconds of CPU time for a step. "
+        "A steps worker and Redis each use one core at most, a tools worker one for each child.",
+        columns=["where", "celeriac, ms", "obvious, ms"],
+        rows=[
+            ["steps worker", round(mine_ms["steps"], 2), ""],
+            ["tools worker with its children", round(mine_ms["tools"], 2), ""],
+            ["worker with its children", "", round(their_ms["worker"], 2)],
+            ["Redis", round(mine_ms["redis"], 2), round(their_ms["redis"], 2)],
+            ["all", round(sum(mine_ms.values()), 2), round(sum(their_ms.values()), 2)],
+        ],
+    )
+
+
+def cpu_by_process(rig: Rig) -> dict[str, float]:
+    """CPU seconds so far of each worker with its children, and of the server."""
+    found = {name: cpu_seconds(family(each.pid)) for name, each in rig.workers.processes.items()}
+    return found | {"redis": cpu_seconds([int(read_info(rig.url, "server")["process_id"])])}
 
 
 def measure_parked(size: Size, folder: Path) -> Table:
@@ -177,8 +212,8 @@ def measure_memory(size: Size, folder: Path) -> Table:
     return Table(
         title="Memory",
         about=f"MB of a worker after a few runs (PSS), and {count} runs whose model takes a "
-        f"second, in one steps worker with {count} threads: seconds from the first submit to the last "
-        "end, of one second, and the memory that each run in flight takes.",
+        f"second, in one steps worker with {count} threads: seconds from the first submit to the "
+        "last end, of one second, and the memory that each run in flight takes.",
         columns=["what", "measured"],
         rows=[
             ["a steps worker, MB", round(rest[0], 1)],

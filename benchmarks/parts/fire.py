@@ -108,8 +108,8 @@ def measure_fire(share: Share, folder: Path) -> Table:
         "since Kombu looks for lost messages that seldom). A history is broken where a result is "
         "missing, doubled, or out of order. Late acks are the obvious design with "
         "`task_acks_late`, `task_reject_on_worker_lost` and a visibility timeout of 10 s. Not "
-        "every second start is a fault: an idempotent tool or a model call whose holder was killed is "
-        "started again.",
+        "every second start is a fault: an idempotent tool or a model call whose holder was "
+        "killed is started again.",
         columns=[
             "contestant",
             "runs",
