@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +13,9 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
+
+from celery import Celery
 
 from benchmarks.load import Load, Message
 from runner import keys
@@ -145,8 +147,8 @@ class Obvious:
         self.url = url
         self.module = module
         self.workers = Workers(folder, _environ() | {"OBVIOUS_REDIS_URL": url})
-        os.environ["OBVIOUS_REDIS_URL"] = url  # this process only submits and looks
-        self._app: Any = importlib.reload(importlib.import_module("benchmarks.obvious.app"))
+        self._app = Celery(broker=url, set_as_current=False)
+        self._redis = raw_client(url)
 
     def start(self, *, name: str = "worker", options: Sequence[str] = ()) -> None:
         self.workers.start(
@@ -154,19 +156,22 @@ class Obvious:
         )
 
     def submit(self, load: Load, earlier: Sequence[Message] = ()) -> str:
-        run_id: str = self._app.submit(load.goal, list(earlier))
+        run_id = str(uuid.uuid4())
+        history = [*earlier, {"role": "user", "content": load.goal}]
+        self._redis.set(f"obvious:{run_id}", json.dumps(history))
+        self._app.send_task("benchmarks.obvious.app.step", (run_id,))
         return run_id
 
     def ended(self, run_ids: Sequence[str]) -> list[bool]:
-        pipe = self._app.store.pipeline(transaction=False)
+        pipe = self._redis.pipeline(transaction=False)
         for run_id in run_ids:
             pipe.exists(f"obvious:{run_id}:answer")
         return [bool(found) for found in pipe.execute()]
 
     def close(self) -> None:
         self.workers.close()
-        self._app.app.close()
-        self._app.store.close()
+        self._app.close()
+        self._redis.close()
 
 
 class Hop:
@@ -177,24 +182,24 @@ class Hop:
     def __init__(self, url: str, folder: Path) -> None:
         self.url = url
         self.workers = Workers(folder, _environ() | {"HOP_REDIS_URL": url})
-        os.environ["HOP_REDIS_URL"] = url
-        self._app: Any = importlib.reload(importlib.import_module("benchmarks.hop"))
+        self._app = Celery(broker=url, set_as_current=False)
+        self._redis = raw_client(url)
 
     def start(self) -> None:
         self.workers.start("worker", *_celery("benchmarks.hop"), "worker", "--loglevel=INFO")
 
     def submit(self, load: Load, earlier: Sequence[Message] = ()) -> str:  # noqa: ARG002
         run_id = str(uuid.uuid4())
-        self._app.hop.delay(run_id, load.steps)
+        self._app.send_task("benchmarks.hop.hop", (run_id, load.steps))
         return run_id
 
     def ended(self, run_ids: Sequence[str]) -> list[bool]:
-        return [bool(self._app.store.exists(f"hop:{run_id}")) for run_id in run_ids]
+        return [bool(self._redis.exists(f"hop:{run_id}")) for run_id in run_ids]
 
     def close(self) -> None:
         self.workers.close()
-        self._app.app.close()
-        self._app.store.close()
+        self._app.close()
+        self._redis.close()
 
 
 @contextlib.contextmanager

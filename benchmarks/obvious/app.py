@@ -2,6 +2,7 @@
 
 This is how Celery's own documents put such a thing together: stock settings, the history as one
 value in Redis, a task that enqueues the next one by `delay`. Nothing in it is made slow or weak.
+Whoever starts a run saves its goal as the first message, and calls `step.delay(run_id)`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import uuid
 from typing import Any
 
 import redis
@@ -22,14 +22,6 @@ URL = os.environ.get("OBVIOUS_REDIS_URL", "redis://127.0.0.1:6379/0")
 app = Celery("obvious", broker=URL, backend=URL)
 
 store = redis.Redis.from_url(URL, decode_responses=True)
-
-
-def submit(goal: str, earlier: list[Message] | None = None) -> str:
-    """Start a run; answers its id."""
-    run_id = str(uuid.uuid4())
-    save_history(run_id, [*(earlier or []), {"role": "user", "content": goal}])
-    step.delay(run_id)
-    return run_id
 
 
 @app.task
