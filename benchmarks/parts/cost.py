@@ -247,7 +247,7 @@ def measure_watching(size: Size, folder: Path) -> Table:
             rig.workers.wait_until_ready()
             rigs.append(rig)
         times = interleave(
-            rigs, size.of(6), lambda rig: 1000 * time_runs(rig, load, count) / count / load.steps
+            rigs, size.of(4), lambda rig: 1000 * time_runs(rig, load, count) / count / load.steps
         )
     return Table(
         title="What events and traces cost",
