@@ -237,9 +237,15 @@ class Fire:
 
     def _wait_until_quiet(self) -> None:
         run_ids = list(self.runs.values())
-        while not all(self.rig.ended(run_ids)) and self._silence() < self.quiet:
+        client = raw_client(self.rig.url)
+        while not all(self.rig.ended(run_ids)):
+            # Where no message is left with a dead worker, none can come back either.
+            held = client.zcard("unacked_index") > 0
+            if self._silence() > (self.quiet if held else QUIET_FOR):
+                break
             self._tend()
             time.sleep(0.2)
+        client.close()
         time.sleep(2.0)  # what ends twice does so soon
 
     def _silence(self) -> float:
