@@ -10,7 +10,7 @@ WORKSPACE ?= .
 
 .PHONY: help
 help:  ## Show this list
-	@grep -hE '^[a-z-]+:.*?## ' $(MAKEFILE_LIST) | awk -F ':.*?## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*?## ' $(MAKEFILE_LIST) | awk -F ':.*?## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 # The marker is newer than what it was made from; set-up runs again only when that changes.
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -54,6 +54,27 @@ soak: $(VENV)/ready  ## Run what takes minutes; CELERIAC_SOAK_SCALE=0.04 makes i
 chaos: $(VENV)/ready  ## Kill, freeze, lose and double all that can be; CELERIAC_CHAOS_SEED=7 repeats one
 	@$(BIN)/python -m pytest -m chaos -s
 
+.PHONY: bench
+bench: $(VENV)/ready  ## Measure, and write docs/benchmarks.md again; PART=fanout measures one part
+	@PYTHONPATH=.:tests $(BIN)/python -m benchmarks $(PART)
+
+# Others' packages have an environment of their own; what can't be installed here is said and skipped.
+.venv-bench/ready: benchmarks/requirements.txt
+	@$(PYTHON) -m venv .venv-bench
+	@.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@mkdir -p .venv-bench/restate
+	@npm install --prefix .venv-bench/restate --no-audit --no-fund --silent @restatedev/restate-server \
+		|| echo "npm can't install restate-server; it is left out"
+	@touch $@
+
+.PHONY: bench-peers
+bench-peers: $(VENV)/ready .venv-bench/ready  ## Measure LangGraph, DBOS and Restate beside ours
+	@PYTHONPATH=.:tests $(BIN)/python -m benchmarks peers
+
+.PHONY: chaos-obvious
+chaos-obvious: $(VENV)/ready  ## The chaos on the obvious design, and ours beside it
+	@PYTHONPATH=.:tests $(BIN)/python -m benchmarks fire
+
 .PHONY: test-all
 test-all:  ## Pass the tests on every Python from 3.11 up that is found
 	@found=0; for minor in 11 12 13 14 15; do \
@@ -64,4 +85,4 @@ test-all:  ## Pass the tests on every Python from 3.11 up that is found
 
 .PHONY: clean
 clean:  ## Remove what set-up and tests made
-	@rm -rf .venv .venv-3.* .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	@rm -rf .venv .venv-3.* .venv-bench .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

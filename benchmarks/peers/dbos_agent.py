@@ -1,0 +1,70 @@
+"""DBOS as its documents have an agent: a workflow whose model calls and tools are steps.
+
+`python -m benchmarks.peers.dbos_agent URL inside|queue`: the tools run as steps of the workflow, or
+as workflows of their own through a queue.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from dbos import DBOS
+
+from benchmarks.load import Load, Message, answer
+from benchmarks.peers.answering import answer_counts
+
+
+@DBOS.step()
+def ask_model(history: list[Message]) -> Message:
+    return answer(history)
+
+
+def give_back(call: dict[str, Any]) -> Message:
+    content = str(json.loads(call["function"]["arguments"])["n"])
+    return {"role": "tool", "tool_call_id": call["id"], "content": content}
+
+
+@DBOS.step()
+def run_tool(call: dict[str, Any]) -> Message:
+    return give_back(call)
+
+
+@DBOS.workflow()
+def run_queued_tool(call: dict[str, Any]) -> Message:
+    result: Message = run_tool(call)
+    return result
+
+
+@DBOS.workflow()
+def run_agent(goal: str, queued: bool) -> str:
+    history: list[Message] = [{"role": "user", "content": goal}]
+    while True:
+        reply = ask_model(history)
+        history.append(reply)
+        calls = reply.get("tool_calls")
+        if not calls:
+            return str(reply["content"])
+        if queued:
+            handles = [DBOS.enqueue_workflow("tools", run_queued_tool, call) for call in calls]
+            history += [each.get_result() for each in handles]
+        else:
+            history += [run_tool(call) for call in calls]
+
+
+def main(url: str, how: str) -> None:
+    DBOS(config={"name": "bench", "system_database_url": url, "log_level": "ERROR"})
+    DBOS.launch()
+    DBOS.register_queue("tools")
+    goal = Load().goal
+
+    def run() -> None:
+        assert DBOS.start_workflow(run_agent, goal, how == "queue").get_result() == "done"
+
+    answer_counts(run)
+    DBOS.destroy()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])
