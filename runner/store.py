@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 from pydantic import JsonValue, TypeAdapter
@@ -92,6 +92,9 @@ MAX_LOOK_WAIT = 60.0
 PAGE = 500
 """Runs whose tenant is looked up in one request."""
 
+OVERLAP = 50
+"""Places in the index of runs by which a look begins before the place where it would go on."""
+
 MAX_CROWDED = 50
 """Limits that one look for free places takes in at most, drawn at random."""
 
@@ -138,6 +141,16 @@ class Outcome(StrEnum):
     STEP = "STEP"
     UNDECIDED = "UNDECIDED"
     WAIT = "WAIT"
+
+
+class Place(NamedTuple):
+    """Where a run stands in the index: those that haven't ended first, then the last ended.
+
+    `score` is when its record expires, in ms; infinite until it ends.
+    """
+
+    score: float
+    run_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,8 +304,11 @@ class RunStore:
         after: str | None = None,
         conversation: str | None = None,
         when_busy: str = "reject",
+        request: str = "",
     ) -> tuple[Outcome, str]:
         """Write the record of a run. `limits` None: the first worker adopts the agent's own.
+
+        `request` stands for what was asked for, to be compared where the key comes again.
 
         `promised`: the run stays due after its end until `settle_run`. `after` is the ended run
         whose history it goes on from; where that isn't there (`STALE`) or hasn't ended (`BUSY`),
@@ -313,6 +329,8 @@ class RunStore:
         }
         if conversation is not None:
             record["conversation"] = conversation
+        if idempotency_key is not None:
+            record["request"] = request
         if limits:
             record |= limit_fields(limits)
         timeout = ms((limits or Limits()).timeout)
@@ -1028,6 +1046,12 @@ class RunStore:
             return Lost(reply[0], record=parse_record(run_id, pairs(reply[2]), int(reply[1])))
         return Lost(reply[0], int(reply[1]), tuple(map(int, reply[2:])))
 
+    def count_queued(self, queue: str) -> int:
+        """How many hints wait in a queue."""
+        with reporting_redis_errors():
+            length: int = self._client(self.settings.queue_url).llen(queue)
+        return length
+
     def _waiting_elsewhere(self, queue: str) -> int | str:
         """How many hints wait in a queue that isn't in the runs' own Redis; empty where it is."""
         if self.settings.queue_url == self.settings.redis_url:
@@ -1050,6 +1074,16 @@ class RunStore:
     def read_messages(self, run_id: str) -> list[dict[str, Any]]:
         """The history: chat-completions messages, the goal first."""
         return [json.loads(text) for text in self._ask("lrange", keys.messages(run_id), 0, -1)]
+
+    def read_goal(self, record: RunRecord) -> str | None:
+        """What the run was asked to do; None where its history is gone."""
+        text = self._ask("lindex", keys.messages(record.run_id), record.goal)
+        return None if text is None else str(json.loads(text)["content"])
+
+    def read_request(self, run_id: str) -> str | None:
+        """What stands for the request that a run with an idempotency key was made by."""
+        request: str | None = self._ask("hget", keys.run(run_id), "request")
+        return request
 
     def read_view(self, run_id: str) -> dict[str, Any]:
         """What `keep_view` noted last; empty where nothing was."""
@@ -1171,6 +1205,50 @@ class RunStore:
         for run_id in run_ids:
             with contextlib.suppress(RunNotFound, SchemaError):
                 yield self.read_run(run_id)
+
+    def browse_runs(
+        self,
+        place: Place | None = None,
+        *,
+        tenant: str | None = None,
+        status: str | None = None,
+        agent: str | None = None,
+    ) -> Iterator[tuple[Place, RunRecord]]:
+        """The runs behind a place, in the order of `list_runs`, each with its own place.
+
+        Given a `tenant`, a `status` or an `agent`, those of it alone. None is left out, whatever
+        starts or ends meanwhile; one that ends meanwhile may come twice.
+        """
+        wanted = {"tenant": tenant, "status": status, "agent": agent}
+        sought = {name: value for name, value in wanted.items() if value is not None}
+        while found := self._places_behind(place):
+            with self.redis.pipeline(transaction=False) as pipe, reporting_redis_errors():
+                for each in found:
+                    pipe.hmget(keys.run(each.run_id), ["status", *sought])
+                fields: list[list[str | None]] = pipe.execute()
+            for each, (known, *values) in zip(found, fields, strict=True):
+                if known is not None and values == [*sought.values()]:
+                    with contextlib.suppress(RunNotFound, SchemaError):
+                        yield each, self.read_run(each.run_id)
+            place = found[-1]
+
+    def _places_behind(self, place: Place | None) -> list[Place]:
+        """The next page of the index of runs, as it stands now."""
+        start = 0
+        if place is not None:
+            if self._ask("zscore", keys.RUNS, place.run_id) == place.score:
+                start = self._ask("zrevrank", keys.RUNS, place.run_id) or 0
+            else:  # it has ended meanwhile, or is gone
+                start = self._ask("zcount", keys.RUNS, f"({place.score}", "+inf")
+        while True:
+            # What ends or goes between two looks moves the rest up.
+            start = max(0, start - OVERLAP)
+            pairs = self._ask("zrevrange", keys.RUNS, start, start + PAGE - 1, withscores=True)
+            found = [Place(float(score), str(run_id)) for run_id, score in pairs]
+            behind = [each for each in found if place is None or each < place]
+            if behind or len(found) < PAGE:
+                return behind
+            start += PAGE
 
     def _runs_of(self, tenant: str) -> Iterator[str]:
         seen: set[str] = set()  # the index moves on between two pages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import time
 import uuid
@@ -38,18 +39,21 @@ from runner.models import (
     Approval,
     Event,
     FinalResult,
+    Frozen,
     Limits,
     OnFinish,
     Principal,
     RunStatus,
     StopReason,
+    ToolDecision,
+    ToolResult,
 )
 from runner.reader import scrub
-from runner.record import RunInfo, digest
+from runner.record import CallInfo, RunInfo, digest
 from runner.recording import read_recording
 from runner.render import clean
 from runner.settings import LONGEST, STEPS_QUEUE, TOOLS_QUEUE, Settings
-from runner.store import Outcome, RunStore, no_such_run
+from runner.store import Outcome, Place, RunStore, no_such_run
 from tasks.accept import (
     accept_goal,
     check_agent,
@@ -68,8 +72,12 @@ LOOK_EVERY = 2.0
 
 MAX_REASON_CHARS = 1_000
 
+NO_CALL = "of such a call (yet); a call's id is step and index, such as 3.0"
+
 BEGINNING = "0"
 """Stands for the id of an event before the first."""
+
+CURSOR = re.compile(r"(inf|[0-9]{1,16})\.(.{8,64})")
 
 EVENT_ID = re.compile(r"([0-9]{1,20})-([0-9]{1,20})")
 
@@ -143,6 +151,7 @@ class Client:
         after: str | None = None,
         conversation: str | None = None,
         when_busy: str = "reject",
+        same_request: bool = False,
     ) -> Run:
         """Accept a goal and return at once. From then on the run will end, whatever else fails.
 
@@ -156,9 +165,10 @@ class Client:
         live run: a second submit is `ConversationBusy`, or waits for its turn
         (`when_busy="enqueue"`), or ends the live one and takes over (`"interrupt"`).
 
-        The same `idempotency_key` (within a tenant) gives the same run. Raises `InvalidInput`
-        (`PermissionDenied` where the principal may not use the agent), `AgentError` or
-        `RedisUnavailable`; then nothing was written.
+        The same `idempotency_key` (within a tenant) gives the same run, whatever else is given;
+        with `same_request` it raises `KeyReused` where that was another request. Raises
+        `InvalidInput` (`PermissionDenied` where the principal may not use the agent), `AgentError`
+        or `RedisUnavailable`; then nothing was written.
         """
         accepted = accept_goal(
             self.store,
@@ -173,6 +183,7 @@ class Client:
             after=after,
             conversation=conversation,
             when_busy=when_busy,
+            same_request=same_request,
         )
         if accepted.created:
             store_started(self._app, self.store, accepted.run_id)
@@ -218,6 +229,31 @@ class Client:
         tenant = None if self.principal is None else self.principal.tenant
         runs = (RunInfo.of(record) for record in self.store.list_runs(limit, tenant=tenant))
         return [info for info in runs if wanted in (None, info.status)]
+
+    def browse(
+        self,
+        *,
+        status: RunStatus | str | None = None,
+        agent: str | None = None,
+        limit: int = 100,
+        cursor: str | None = None,
+    ) -> RunPage:
+        """The next `limit` runs in the order of `list`; `cursor` is that of the page before.
+
+        No run is left out, whatever starts or ends meanwhile; one that ends may come twice.
+        """
+        if status not in (None, *RunStatus):
+            raise InvalidInput(f"status is one of {', '.join(RunStatus)}")
+        tenant = None if self.principal is None else self.principal.tenant
+        place = None if cursor is None else _read_cursor(cursor)
+        found = self.store.browse_runs(place, tenant=tenant, status=status, agent=agent)
+        # One more tells whether there are more.
+        page = list(itertools.islice(found, limit + 1))
+        more = page[limit - 1][0] if len(page) > limit else None
+        return RunPage(
+            runs=tuple(RunInfo.of(record) for _, record in page[:limit]),
+            cursor=None if more is None else f"{more.score:.0f}.{more.run_id}",
+        )
 
     def delete(self, run_id: str, *, cancel: bool = False) -> bool:
         """Remove a run and whatever points to it; False where there was none (any more).
@@ -312,6 +348,28 @@ class Client:
         self.close()
 
 
+class RunPage(Frozen):
+    """Some runs, and the cursor from which to go on; None where there are no more."""
+
+    runs: tuple[RunInfo, ...]
+    cursor: str | None
+
+
+class RunDetails(Frozen):
+    """One run in whole: what it was asked, how far it is, what it waits for and how it ended.
+
+    `limits` are None until a worker has taken the run up. `questions` is call id -> question.
+    """
+
+    info: RunInfo
+    goal: str | None
+    limits: Limits | None
+    tool_calls: int
+    result: FinalResult | None
+    approvals: tuple[Approval, ...]
+    questions: dict[str, str]
+
+
 class Run:
     """A handle on one run. It holds nothing but the id: each question is asked of Redis."""
 
@@ -332,6 +390,19 @@ class Run:
 
     def status(self) -> RunStatus:
         return self.info().status
+
+    def details(self) -> RunDetails:
+        """All that there is to say of it beside its history, its trace and its events."""
+        record = self._store.read_run(self.id)
+        return RunDetails(
+            info=RunInfo.of(record),
+            goal=self._store.read_goal(record),
+            limits=record.limits,
+            tool_calls=record.tool_calls,
+            result=self._store.result_of(record),
+            approvals=tuple(self.approvals()),
+            questions=self.questions(),
+        )
 
     def result(self, timeout: float | None = None) -> FinalResult:
         """Wait for the end, at most `timeout` seconds (None: as long as it takes).
@@ -515,15 +586,41 @@ class Run:
         """
         text = self._store.read_whole_result(self.id, call) if isinstance(call, str) else None
         if text is None:
-            raise InvalidInput(
-                f"run {self.id} has no result of such a call (yet); a call's id is step and index, "
-                "such as 3.0"
-            )
+            raise InvalidInput(f"run {self.id} has no result {NO_CALL}")
         return text
+
+    def call(self, call: str) -> CallInfo:
+        """A call's arguments and its result, as the trace keeps them.
+
+        Raises `InvalidInput` where there is no such call.
+        """
+        decision: ToolDecision | None = None
+        result: ToolResult | None = None
+        for entry in self.trace():
+            for each in entry.get("decisions") or ():
+                if each["call_id"] == call:
+                    given = {name: each[name] for name in ToolDecision.model_fields}
+                    decision, result = ToolDecision.model_validate(given), None
+            results = [entry["result"]] if entry["kind"] == "result" else entry.get("results") or ()
+            for each in results:
+                if each["call_id"] == call:
+                    result = result or ToolResult.model_validate(each)
+        if decision is None:
+            self.info()  # raises: there is no such run
+            raise InvalidInput(f"run {self.id} knows nothing {NO_CALL}")
+        decided = self._store.read_decided(self.id, call)
+        return CallInfo(decision=decision, result=result, decided=decided)
 
     def trace(self) -> list[dict[str, Any]]:
         """What was sent to the model and what came back, decisions and results, in order."""
         return self._store.read_trace(self.id)
+
+
+def _read_cursor(cursor: str) -> Place:
+    found = CURSOR.fullmatch(cursor) if isinstance(cursor, str) else None
+    if found is None:
+        raise InvalidInput("cursor is that of the page before; leave it out for the first")
+    return Place(float(found[1]), found[2])
 
 
 def _check_event_id(after: object) -> str:
