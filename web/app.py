@@ -18,13 +18,13 @@ from web.guard import is_loopback
 from web.routes import create_router
 
 
-def create_app(client: Client, *, principal: Callable[..., Any] | None = None) -> FastAPI:
+def create_app(client: Client, **options: Any) -> FastAPI:
     """An app with the routes of `create_router` at its root, and their description at `/docs`.
 
-    `principal` is a dependency as of `create_router`; without one, loopback alone is served.
+    `options` are those of `create_router`; without a `principal`, loopback alone is served.
     """
     app = FastAPI(title="Celeriac", description="Runs of LLM agents.", redoc_url=None)
-    app.include_router(create_router(client, principal=principal))
+    app.include_router(create_router(client, **options))
 
     @app.exception_handler(HTTPException)
     async def _(_: Request, error: HTTPException) -> Response:
