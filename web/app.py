@@ -43,6 +43,7 @@ def serve(client: Client, *, host: str, port: int, ready: Callable[[str], object
             f"celeriac web knows no users, so it serves this machine alone and not {host}; mount "
             "create_router in an application that knows who is asking, or use an SSH tunnel"
         )
+    client.store.check()
     config = uvicorn.Config(
         create_app(client),
         log_level="warning",
