@@ -15,11 +15,18 @@ from typing import Annotated
 
 from fastapi import Cookie, Depends, FastAPI, HTTPException
 from fastapi.responses import FileResponse
+from pydantic import BaseModel
 
 from tasks import AsyncClient, Client, Principal
 from web import create_router
 
 PAGE = Path(__file__).with_name("backend.html")
+
+
+class Question(BaseModel):
+    """A body of JSON: no page of another site can send one with the cookies of ours."""
+
+    question: str
 
 
 def sign_in(session: Annotated[str | None, Cookie()] = None) -> Principal:
@@ -43,10 +50,10 @@ def make_app(client: Client | None = None) -> FastAPI:
 
     @app.post("/orders/{order_id}/question", status_code=202)
     async def ask(
-        order_id: str, question: str, user: Annotated[Principal, Depends(sign_in)]
+        order_id: str, asked: Question, user: Annotated[Principal, Depends(sign_in)]
     ) -> dict[str, str]:
         run = await shop.for_principal(user).submit(
-            f"The customer asks about order {order_id}: {question}",
+            f"The customer asks about order {order_id}: {asked.question}",
             agent="support",
             metadata={"order": order_id},
         )

@@ -13,22 +13,23 @@ from starlette.exceptions import HTTPException
 
 from runner.errors import SettingsError
 from tasks import Client
-from web.errors import answer_no_route
+from web.errors import answer_http_error
 from web.guard import is_loopback
 from web.routes import create_router
 
 
 def create_app(client: Client, **options: Any) -> FastAPI:
-    """An app with the routes of `create_router` at its root, and their description at `/docs`.
+    """An app with the routes of `create_router` at its root, described at `/openapi.json`.
 
     `options` are those of `create_router`; without a `principal`, loopback alone is served.
     """
-    app = FastAPI(title="Celeriac", description="Runs of LLM agents.", redoc_url=None)
+    # A page of documents would run a script from elsewhere, with all that a user may do here.
+    app = FastAPI(title="Celeriac", docs_url=None, redoc_url=None)
     app.include_router(create_router(client, **options))
 
     @app.exception_handler(HTTPException)
     async def _(_: Request, error: HTTPException) -> Response:
-        return answer_no_route(error)
+        return answer_http_error(error)
 
     return app
 

@@ -105,9 +105,13 @@ class Route(APIRoute):
         return answer
 
 
-def answer_no_route(error: HTTPException) -> Response:
-    """For an application that is ours alone: no such route or method."""
-    info = ErrorInfo(type=ErrorType.NOT_FOUND, message=f"{error.detail}; see /docs")
+def answer_http_error(error: HTTPException) -> Response:
+    """For an application that is ours alone: no such route or method, or a stranger to its users."""
+    word = {401: ErrorType.UNAUTHENTICATED, 403: ErrorType.PERMISSION_DENIED}.get(error.status_code)
+    if word is None:
+        info = ErrorInfo(type=ErrorType.NOT_FOUND, message=f"{error.detail}; see /openapi.json")
+    else:
+        info = ErrorInfo(type=word, message=error.detail)
     return _answer(error.status_code, info, dict(error.headers or {}))
 
 

@@ -64,7 +64,7 @@ def test_a_customer_asks_reads_along_and_changes_their_mind(
 
 
 def ask(browser: httpx.Client, question: str) -> str:
-    made = browser.post("/orders/A001/question", params={"question": question})
+    made = browser.post("/orders/A001/question", json={"question": question})
     assert made.status_code == 202, made.text
     return str(made.json()["run"])
 

@@ -20,7 +20,7 @@ from runner.testing import ScriptedModel, calls
 from support.http import serving
 from support.loops import drive
 from tasks import Client, Run
-from web import create_router
+from web import create_app, create_router
 from web.errors import ErrorBody, ErrorType
 
 GOAL = {"goal": "Can order A001 be refunded?", "agent": "helper"}
@@ -424,8 +424,14 @@ def test_a_redis_that_is_away_is_told_with_when_to_come_again() -> None:
 
 
 def test_no_route_and_no_method_have_the_same_shape(http: httpx.Client) -> None:
-    refused(http.get("/nothing"), 404, ErrorType.NOT_FOUND, "/docs")
+    refused(http.get("/nothing"), 404, ErrorType.NOT_FOUND, "/openapi.json")
     refused(http.delete("/runs"), 405, ErrorType.NOT_FOUND)
+
+
+def test_a_stranger_to_an_app_of_ours_is_told_in_the_same_shape(client: Client) -> None:
+    with serving(create_app(client, principal=signed_in)) as url:
+        answer = httpx.get(f"{url}/runs", headers={"X-Key": "wrong"})
+    refused(answer, 401, ErrorType.UNAUTHENTICATED, "who are you?")
 
 
 def test_the_page_may_only_run_its_own_files(http: httpx.Client) -> None:
