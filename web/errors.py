@@ -106,7 +106,7 @@ class Route(APIRoute):
 
 
 def answer_http_error(error: HTTPException) -> Response:
-    """For an application that is ours alone: no such route or method, or a stranger to its users."""
+    """For an application that is ours alone: no such route or method, or a stranger."""
     word = {401: ErrorType.UNAUTHENTICATED, 403: ErrorType.PERMISSION_DENIED}.get(error.status_code)
     if word is None:
         info = ErrorInfo(type=ErrorType.NOT_FOUND, message=f"{error.detail}; see /openapi.json")
