@@ -64,12 +64,24 @@ class ConversationBusy(InvalidInput):
         self.run_id = run_id
 
 
+class KeyReused(InvalidInput):
+    """The idempotency key stands for a run of another request; `run_id` is its id."""
+
+    def __init__(self, message: str, *, run_id: str = "") -> None:
+        super().__init__(message)
+        self.run_id = run_id
+
+
 class RunNotFound(CeleriacError):
     """There is no record of such a run: never made, deleted, or past its retention."""
 
 
 class SchemaError(CeleriacError):
     """The run's record is of a newer version than this process can read."""
+
+
+class CallNotFound(InvalidInput):
+    """The run has no such call, or no result of it yet."""
 
 
 class RunFinished(CeleriacError):

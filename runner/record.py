@@ -13,6 +13,7 @@ from pydantic import JsonValue
 from runner.errors import SchemaError
 from runner.models import (
     SCHEMA_VERSION,
+    Decided,
     Event,
     Frozen,
     Limits,
@@ -21,6 +22,7 @@ from runner.models import (
     RunError,
     RunStatus,
     StopReason,
+    ToolDecision,
     ToolResult,
     Usage,
 )
@@ -120,6 +122,17 @@ class RunInfo(Frozen):
             after=record.after,
             conversation=record.conversation,
         )
+
+
+class CallInfo(Frozen):
+    """One look at a call, as the trace keeps it: without the values of fields that it hides.
+
+    `result` is None while there is none; `decided` where the call needed no approval (yet).
+    """
+
+    decision: ToolDecision
+    result: ToolResult | None
+    decided: Decided | None
 
 
 def dump(value: Any) -> str:

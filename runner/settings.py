@@ -56,6 +56,7 @@ class Settings:
     drain: float = 10.0
     retention: float = 7 * 24 * 3600.0
     max_events: int = 10_000
+    max_queued: int = 10_000
     max_goal_chars: int = 1_000_000
     max_result_chars: int = 5_000_000
     celery_config: str = ""
@@ -79,7 +80,12 @@ class Settings:
         for name in (*positive, "retention", "max_events", "max_goal_chars"):
             if not 0 < getattr(self, name) < LONGEST:
                 raise SettingsError(f"{_variable(name)} must be greater than 0, and finite")
-        for name in ("tools_concurrency", "model_requests_per_minute", "model_tokens_per_minute"):
+        for name in (
+            "tools_concurrency",
+            "model_requests_per_minute",
+            "model_tokens_per_minute",
+            "max_queued",
+        ):
             if not 0 <= getattr(self, name) < LONGEST:
                 raise SettingsError(f"{_variable(name)} must be 0 (no limit) or more, and finite")
         for name in ("drain", "max_result_chars"):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 from pydantic import JsonValue, TypeAdapter
@@ -94,6 +94,9 @@ MAX_LOOK_WAIT = 60.0
 PAGE = 500
 """Runs whose tenant is looked up in one request."""
 
+OVERLAP = 50
+"""Places in the index of runs by which a look begins before the place where it would go on."""
+
 MAX_CROWDED = 50
 """Limits that one look for free places takes in at most, drawn at random."""
 
@@ -140,6 +143,16 @@ class Outcome(StrEnum):
     STEP = "STEP"
     UNDECIDED = "UNDECIDED"
     WAIT = "WAIT"
+
+
+class Place(NamedTuple):
+    """Where a run stands in the index: those that haven't ended first, then the last ended.
+
+    `score` is when its record expires, in ms; infinite until it ends.
+    """
+
+    score: float
+    run_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,8 +310,11 @@ class RunStore:
         after: str | None = None,
         conversation: str | None = None,
         when_busy: str = "reject",
+        request: str = "",
     ) -> tuple[Outcome, str]:
         """Write the record of a run. `limits` None: the first worker adopts the agent's own.
+
+        `request` stands for what was asked for, to be compared where the key comes again.
 
         `promised`: the run stays due after its end until `settle_run`. `after` is the ended run
         whose history it goes on from; where that isn't there (`STALE`) or hasn't ended (`BUSY`),
@@ -319,6 +335,8 @@ class RunStore:
         }
         if conversation is not None:
             record["conversation"] = conversation
+        if idempotency_key is not None:
+            record["request"] = request
         if limits:
             record |= limit_fields(limits)
         timeout = ms((limits or Limits()).timeout)
@@ -1053,6 +1071,12 @@ class RunStore:
             return Lost(reply[0], record=parse_record(run_id, pairs(reply[2]), int(reply[1])))
         return Lost(reply[0], int(reply[1]), tuple(map(int, reply[2:])))
 
+    def count_queued(self, queue: str) -> int:
+        """How many hints wait in a queue."""
+        with reporting_redis_errors():
+            length: int = self._client(self.settings.queue_url).llen(queue)
+        return length
+
     def _waiting_elsewhere(self, queue: str) -> int | str:
         """How many hints wait in a queue that isn't in the runs' own Redis; empty where it is."""
         if self.settings.queue_url == self.settings.redis_url:
@@ -1075,6 +1099,16 @@ class RunStore:
     def read_messages(self, run_id: str) -> list[dict[str, Any]]:
         """The history: chat-completions messages, the goal first."""
         return [json.loads(text) for text in self._ask("lrange", keys.messages(run_id), 0, -1)]
+
+    def read_goal(self, record: RunRecord) -> str | None:
+        """What the run was asked to do; None where its history is gone."""
+        text = self._ask("lindex", keys.messages(record.run_id), record.goal)
+        return None if text is None else str(json.loads(text)["content"])
+
+    def read_request(self, run_id: str) -> str | None:
+        """What stands for the request that a run with an idempotency key was made by."""
+        request: str | None = self._ask("hget", keys.run(run_id), "request")
+        return request
 
     def read_view(self, run_id: str) -> dict[str, Any]:
         """What `keep_view` noted last; empty where nothing was."""
@@ -1123,24 +1157,44 @@ class RunStore:
 
     def read_events(self, run_id: str, after: str, *, block: float | None = None) -> list[Event]:
         """Events past the id `after` ("0" for all), waiting up to `block` seconds for the first."""
+        found = self.read_streams({keys.events(run_id): after}, block=block)
+        return [parse_event(run_id, *entry) for entries in found.values() for entry in entries]
+
+    def read_streams(
+        self, after: Mapping[str, str], *, block: float | None = None
+    ) -> dict[str, list[tuple[str, dict[str, str]]]]:
+        """What each of several streams has past an id, by its key; those without news are left out.
+
+        Waits up to `block` seconds for the first.
+        """
         # Below the socket's own timeout, or a quiet stream would look like a dead server.
         wait = None if block is None else max(1, ms(min(block, MAX_BLOCK)))
-        found = self._ask("xread", {keys.events(run_id): after}, count=500, block=wait)
-        if not found:
-            return []
-        streams = found.values() if isinstance(found, dict) else [pair[1] for pair in found]
-        entries = [entry for stream in streams for entry in parse_entries(stream)]
-        return [parse_event(run_id, entry_id, fields) for entry_id, fields in entries]
+        found = self._ask("xread", dict(after), count=500, block=wait) or {}
+        streams = found.items() if isinstance(found, dict) else found
+        return {str(key): parse_entries(stream) for key, stream in streams}
+
+    def wake(self, key: str) -> None:
+        """End the wait of whoever reads this stream besides others."""
+        with self.redis.pipeline() as pipe, reporting_redis_errors():
+            pipe.xadd(key, {"wake": ""}, maxlen=1)
+            pipe.expire(key, 60)
+            pipe.execute()
 
     def last_event_id(self, run_id: str) -> str:
         """The id of the newest event; "0" where there is none."""
         entries = self._ask("xrevrange", keys.events(run_id), count=1)
         return str(entries[0][0]) if entries else "0"
 
-    def first_event(self, run_id: str) -> Event | None:
-        """The oldest event kept, for readers that ask for more than the cap left."""
-        entries = self._ask("xrange", keys.events(run_id), count=1)
-        return parse_event(run_id, *entries[0]) if entries else None
+    def first_events(self, run_ids: Sequence[str]) -> list[Event | None]:
+        """The oldest event kept of each run, for readers that ask for more than the cap left."""
+        with self.redis.pipeline(transaction=False) as pipe, reporting_redis_errors():
+            for run_id in run_ids:
+                pipe.xrange(keys.events(run_id), count=1)
+            found = pipe.execute()
+        return [
+            parse_event(run_id, *entries[0]) if entries else None
+            for run_id, entries in zip(run_ids, found, strict=True)
+        ]
 
     def read_questions(self, run_id: str) -> dict[str, str]:
         """The questions that a run waits for the user to answer: call id -> question."""
@@ -1196,6 +1250,50 @@ class RunStore:
         for run_id in run_ids:
             with contextlib.suppress(RunNotFound, SchemaError):
                 yield self.read_run(run_id)
+
+    def browse_runs(
+        self,
+        place: Place | None = None,
+        *,
+        tenant: str | None = None,
+        status: str | None = None,
+        agent: str | None = None,
+    ) -> Iterator[tuple[Place, RunRecord]]:
+        """The runs behind a place, in the order of `list_runs`, each with its own place.
+
+        Given a `tenant`, a `status` or an `agent`, those of it alone. None is left out, whatever
+        starts or ends meanwhile; one that ends meanwhile may come twice.
+        """
+        wanted = {"tenant": tenant, "status": status, "agent": agent}
+        sought = {name: value for name, value in wanted.items() if value is not None}
+        while found := self._places_behind(place):
+            with self.redis.pipeline(transaction=False) as pipe, reporting_redis_errors():
+                for each in found:
+                    pipe.hmget(keys.run(each.run_id), ["status", *sought])
+                fields: list[list[str | None]] = pipe.execute()
+            for each, (known, *values) in zip(found, fields, strict=True):
+                if known is not None and values == [*sought.values()]:
+                    with contextlib.suppress(RunNotFound, SchemaError):
+                        yield each, self.read_run(each.run_id)
+            place = found[-1]
+
+    def _places_behind(self, place: Place | None) -> list[Place]:
+        """The next page of the index of runs, as it stands now."""
+        start = 0
+        if place is not None:
+            if self._ask("zscore", keys.RUNS, place.run_id) == place.score:
+                start = self._ask("zrevrank", keys.RUNS, place.run_id) or 0
+            else:  # it has ended meanwhile, or is gone
+                start = self._ask("zcount", keys.RUNS, f"({place.score}", "+inf")
+        while True:
+            # What ends or goes between two looks moves the rest up.
+            start = max(0, start - OVERLAP)
+            pairs = self._ask("zrevrange", keys.RUNS, start, start + PAGE - 1, withscores=True)
+            found = [Place(float(score), str(run_id)) for run_id, score in pairs]
+            behind = [each for each in found if place is None or each < place]
+            if behind or len(found) < PAGE:
+                return behind
+            start += PAGE
 
     def _runs_of(self, tenant: str) -> Iterator[str]:
         seen: set[str] = set()  # the index moves on between two pages

@@ -21,11 +21,13 @@ from runner.errors import (
     AgentError,
     ConversationBusy,
     InvalidInput,
+    KeyReused,
     PermissionDenied,
     RedisUnavailable,
 )
 from runner.loop import INTERRUPTED, cancel_run
 from runner.models import Limits, OnFinish, Principal
+from runner.record import digest
 from runner.store import Outcome, RunStore
 
 logger = logging.getLogger(__name__)
@@ -89,11 +91,13 @@ def accept_goal(
     after: str | None = None,
     conversation: str | None = None,
     when_busy: str = "reject",
+    same_request: bool = False,
 ) -> Accepted:
     """Write the record of a new run, or find the one that the key or the id already stands for.
 
-    Raises `InvalidInput` (`PermissionDenied` where the principal may not use the agent) or
-    `AgentError`; then nothing was written.
+    With `same_request` a key that stands for a run of another request is `KeyReused`. Raises
+    `InvalidInput` (`PermissionDenied` where the principal may not use the agent) or `AgentError`;
+    then nothing was written.
     """
     check_text("goal", goal, store.settings.max_goal_chars)
     _check_place(after, conversation, when_busy)
@@ -101,21 +105,31 @@ def accept_goal(
     limits = limits_of(store, check_agent(agent), agents)
     acting = check_principal(principal)
     check_permission(store, agent, agents, acting)
+    told, task = _check_metadata(metadata), _check_on_finish(on_finish)
+    asked = [goal, agent, told, task and task.model_dump(), earlier, after, conversation, when_busy]
+    request = digest(json.dumps(asked, sort_keys=True))
     outcome, known_id = store.create_run(
         run_id=(new_id := keys.check_run_id(run_id) if run_id else new_run_id()),
         agent=agent,
         messages=[*earlier, goal_message(goal)],
         limits=limits,
         principal=acting,
-        metadata=_check_metadata(metadata),
+        metadata=told,
         idempotency_key=check_idempotency_key(idempotency_key),
-        on_finish=(task := _check_on_finish(on_finish)),
+        on_finish=task,
         promised=task is not None or bool(store.settings.result_backend),
         after=after,
         conversation=conversation,
         when_busy=when_busy,
+        request=request,
     )
     match outcome:
+        case Outcome.EXISTS if same_request and store.read_request(known_id) not in (None, request):
+            raise KeyReused(
+                f"the idempotency key stands for another request, that of run {known_id}; take a "
+                "new key for a new request",
+                run_id=known_id,
+            )
         case Outcome.STALE:
             raise InvalidInput(f"after: there is no run {after} of this tenant to go on from")
         case Outcome.BUSY if after is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import time
 import uuid
@@ -15,6 +16,7 @@ from pydantic import JsonValue
 
 from runner.agents import Agents
 from runner.errors import (
+    CallNotFound,
     ConversationBusy,
     InvalidInput,
     PermissionDenied,
@@ -38,18 +40,21 @@ from runner.models import (
     Approval,
     Event,
     FinalResult,
+    Frozen,
     Limits,
     OnFinish,
     Principal,
     RunStatus,
     StopReason,
+    ToolDecision,
+    ToolResult,
 )
 from runner.reader import scrub
-from runner.record import RunInfo, digest
+from runner.record import CallInfo, RunInfo, digest
 from runner.recording import read_recording
 from runner.render import clean
 from runner.settings import LONGEST, STEPS_QUEUE, TOOLS_QUEUE, Settings
-from runner.store import Outcome, RunStore, no_such_run
+from runner.store import Outcome, Place, RunStore, no_such_run
 from tasks.accept import (
     accept_goal,
     check_agent,
@@ -62,6 +67,7 @@ from tasks.accept import (
 )
 from tasks.config import publishing_config
 from tasks.deliver import check_backend, close_backend, forget, store_started
+from tasks.feed import BEGINNING, Feed, may_have_gap
 from tasks.hints import PING, publish
 
 LOOK_EVERY = 2.0
@@ -69,8 +75,9 @@ LOOK_EVERY = 2.0
 
 MAX_REASON_CHARS = 1_000
 
-BEGINNING = "0"
-"""Stands for the id of an event before the first."""
+NO_CALL = "of such a call (yet); a call's id is step and index, such as 3.0"
+
+CURSOR = re.compile(r"(inf|[0-9]{1,16})\.(.{8,64})")
 
 EVENT_ID = re.compile(r"([0-9]{1,20})-([0-9]{1,20})")
 
@@ -108,6 +115,7 @@ class Client:
         if settings is None:
             settings = Settings.from_env({"CELERIAC_REDIS_URL": redis_url} if redis_url else None)
         self.store = RunStore(settings)
+        self.feed = Feed(self.store)
         self._agents = agents
         # Never the current app: the caller may well have a Celery app of their own.
         self._app = _Publisher("celeriac-client", set_as_current=False)
@@ -147,6 +155,7 @@ class Client:
         after: str | None = None,
         conversation: str | None = None,
         when_busy: str = "reject",
+        same_request: bool = False,
     ) -> Run:
         """Accept a goal and return at once. From then on the run will end, whatever else fails.
 
@@ -160,9 +169,10 @@ class Client:
         live run: a second submit is `ConversationBusy`, or waits for its turn
         (`when_busy="enqueue"`), or ends the live one and takes over (`"interrupt"`).
 
-        The same `idempotency_key` (within a tenant) gives the same run. Raises `InvalidInput`
-        (`PermissionDenied` where the principal may not use the agent), `AgentError` or
-        `RedisUnavailable`; then nothing was written.
+        The same `idempotency_key` (within a tenant) gives the same run, whatever else is given;
+        with `same_request` it raises `KeyReused` where that was another request. Raises
+        `InvalidInput` (`PermissionDenied` where the principal may not use the agent), `AgentError`
+        or `RedisUnavailable`; then nothing was written.
         """
         accepted = accept_goal(
             self.store,
@@ -177,6 +187,7 @@ class Client:
             after=after,
             conversation=conversation,
             when_busy=when_busy,
+            same_request=same_request,
         )
         if accepted.created:
             store_started(self._app, self.store, accepted.run_id)
@@ -224,6 +235,31 @@ class Client:
         tenant = None if self.principal is None else self.principal.tenant
         runs = (RunInfo.of(record) for record in self.store.list_runs(limit, tenant=tenant))
         return [info for info in runs if wanted in (None, info.status)]
+
+    def browse(
+        self,
+        *,
+        status: RunStatus | str | None = None,
+        agent: str | None = None,
+        limit: int = 100,
+        cursor: str | None = None,
+    ) -> RunPage:
+        """The next `limit` runs in the order of `list`; `cursor` is that of the page before.
+
+        No run is left out, whatever starts or ends meanwhile; one that ends may come twice.
+        """
+        if status not in (None, *RunStatus):
+            raise InvalidInput(f"status is one of {', '.join(RunStatus)}")
+        tenant = None if self.principal is None else self.principal.tenant
+        place = None if cursor is None else _read_cursor(cursor)
+        found = self.store.browse_runs(place, tenant=tenant, status=status, agent=agent)
+        # One more tells whether there are more.
+        page = list(itertools.islice(found, limit + 1))
+        more = page[limit - 1][0] if len(page) > limit else None
+        return RunPage(
+            runs=tuple(RunInfo.of(record) for _, record in page[:limit]),
+            cursor=None if more is None else f"{more.score:.0f}.{more.run_id}",
+        )
 
     def delete(self, run_id: str, *, cancel: bool = False) -> bool:
         """Remove a run and whatever points to it; False where there was none (any more).
@@ -309,6 +345,7 @@ class Client:
         """Close connections; the client opens new ones when it is used again."""
         close_backend(self._app)
         self._app.close()
+        self.feed.close()
         self.store.close()
 
     def __enter__(self) -> Client:
@@ -316,6 +353,28 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class RunPage(Frozen):
+    """Some runs, and the cursor from which to go on; None where there are no more."""
+
+    runs: tuple[RunInfo, ...]
+    cursor: str | None
+
+
+class RunDetails(Frozen):
+    """One run in whole: what it was asked, how far it is, what it waits for and how it ended.
+
+    `limits` are None until a worker has taken the run up. `questions` is call id -> question.
+    """
+
+    info: RunInfo
+    goal: str | None
+    limits: Limits | None
+    tool_calls: int
+    result: FinalResult | None
+    approvals: tuple[Approval, ...]
+    questions: dict[str, str]
 
 
 class Run:
@@ -339,6 +398,19 @@ class Run:
     def status(self) -> RunStatus:
         return self.info().status
 
+    def details(self) -> RunDetails:
+        """All that there is to say of it beside its history, its trace and its events."""
+        record = self._store.read_run(self.id)
+        return RunDetails(
+            info=RunInfo.of(record),
+            goal=self._store.read_goal(record),
+            limits=record.limits,
+            tool_calls=record.tool_calls,
+            result=self._store.result_of(record),
+            approvals=tuple(self.approvals()),
+            questions=self.questions(),
+        )
+
     def result(self, timeout: float | None = None) -> FinalResult:
         """Wait for the end, at most `timeout` seconds (None: as long as it takes).
 
@@ -347,14 +419,22 @@ class Run:
         ends_at = None if timeout is None else time.monotonic() + timeout
         while True:
             # Taken before the look: an end between the two is what the wait then finds at once.
-            after = self._store.last_event_id(self.id)
-            result = self._store.read_result(self.id)
+            after = self.last_event_id()
+            result = self.read_result()
             if result is not None:
                 return result
             left = LOOK_EVERY if ends_at is None else ends_at - time.monotonic()
             if left <= 0:
                 raise ResultTimeout(f"run {self.id} hasn't ended within {timeout:g} s; it goes on")
             self._store.read_events(self.id, after, block=min(left, LOOK_EVERY))
+
+    def read_result(self) -> FinalResult | None:
+        """The result as it is now: None while the run runs."""
+        return self._store.read_result(self.id)
+
+    def last_event_id(self) -> str:
+        """The id of the newest event, from which to follow what is to come."""
+        return self._store.last_event_id(self.id)
 
     def events(self, after: str | None = None) -> Iterator[Event]:
         """Every event, then those to come as they happen; ends with the run.
@@ -363,29 +443,28 @@ class Run:
         `InvalidInput`. Where the cap may have dropped events in between, at first or while they
         are read, a `gap` comes in their place: its id is that of the last event before it.
         """
-        return self._follow(_check_event_id(after))
+        return self._follow(check_event_id(after))
 
     def _follow(self, after: str) -> Iterator[Event]:
         while True:
-            ended = self._store.read_run(self.id).stop_reason is not None
-            found = self._store.read_events(self.id, after, block=None if ended else LOOK_EVERY)
-            # Looked at after the read: an event that is still kept now was kept then.
-            if found and self._may_have_gap(after):
-                yield Event(id=after, at=time.time(), type="gap", run=self.id)
+            ended = self.has_ended()
+            found = self.read_page(after, block=None if ended else LOOK_EVERY)
             for event in found:
                 yield event
                 after = event.id
             if ended and not found:
                 return
 
-    def _may_have_gap(self, after: str) -> bool:
-        """Whether the event `after` has been dropped, and so perhaps some that followed it."""
-        first = self._store.first_event(self.id)
-        if first is None:
-            return False
-        if after == BEGINNING:
-            return first.type != "run.created"
-        return _order(first.id) > _order(after)
+    def has_ended(self) -> bool:
+        return self.info().stop_reason is not None
+
+    def read_page(self, after: str, *, block: float | None = None) -> list[Event]:
+        """The next events behind `after`, with a `gap` first where some may have been dropped."""
+        found = self._store.read_events(self.id, after, block=block)
+        # Looked at after the read: an event that is still kept now was kept then.
+        if found and may_have_gap(self._store.first_events([self.id])[0], after):
+            return [Event(id=after, at=time.time(), type="gap", run=self.id), *found]
+        return found
 
     def cancel(self, reason: str = "cancelled by the caller") -> None:
         """End the run now. Can't be lost, needs no worker, and is no error when done twice.
@@ -520,22 +599,48 @@ class Run:
         """The text of a call's result, also where it was cut for the model. `call`: its id, `3.0`.
 
         Of a text that is longer than the setting `max_result_chars`, the head with a marker. Raises
-        `InvalidInput` where there is no result of such a call (yet).
+        `CallNotFound` where there is no result of such a call (yet).
         """
         text = self._store.read_whole_result(self.id, call) if isinstance(call, str) else None
         if text is None:
-            raise InvalidInput(
-                f"run {self.id} has no result of such a call (yet); a call's id is step and index, "
-                "such as 3.0"
-            )
+            raise CallNotFound(f"run {self.id} has no result {NO_CALL}")
         return text
+
+    def call(self, call: str) -> CallInfo:
+        """A call's arguments and its result, as the trace keeps them.
+
+        Raises `CallNotFound` where there is no such call.
+        """
+        decision: ToolDecision | None = None
+        result: ToolResult | None = None
+        for entry in self.trace():
+            for each in entry.get("decisions") or ():
+                if each["call_id"] == call:
+                    given = {name: each[name] for name in ToolDecision.model_fields}
+                    decision, result = ToolDecision.model_validate(given), None
+            results = [entry["result"]] if entry["kind"] == "result" else entry.get("results") or ()
+            for each in results:
+                if each["call_id"] == call:
+                    result = result or ToolResult.model_validate(each)
+        if decision is None:
+            self.info()  # raises: there is no such run
+            raise CallNotFound(f"run {self.id} knows nothing {NO_CALL}")
+        decided = self._store.read_decided(self.id, call)
+        return CallInfo(decision=decision, result=result, decided=decided)
 
     def trace(self) -> list[dict[str, Any]]:
         """What was sent to the model and what came back, decisions and results, in order."""
         return self._store.read_trace(self.id)
 
 
-def _check_event_id(after: object) -> str:
+def _read_cursor(cursor: str) -> Place:
+    found = CURSOR.fullmatch(cursor) if isinstance(cursor, str) else None
+    if found is None:
+        raise InvalidInput("cursor is that of the page before; leave it out for the first")
+    return Place(float(found[1]), found[2])
+
+
+def check_event_id(after: object) -> str:
     """The id as Redis writes it; ids that mean the beginning become `BEGINNING`."""
     if after is None or after == BEGINNING:
         return BEGINNING
@@ -546,8 +651,3 @@ def _check_event_id(after: object) -> str:
         )
     ms, number = map(int, found.groups())
     return f"{ms}-{number}" if ms or number else BEGINNING
-
-
-def _order(event_id: str) -> tuple[int, int]:
-    ms, _, number = event_id.partition("-")
-    return int(ms), int(number)

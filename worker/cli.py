@@ -182,6 +182,26 @@ def worker(options: argparse.Namespace) -> int:
         )
 
 
+def web(options: argparse.Namespace) -> int:
+    from runner.errors import SettingsError
+
+    settings = _settings()
+    with _client(settings, _agents(settings)) as client:
+        try:
+            from web.app import serve
+        except ModuleNotFoundError as error:
+            if error.name not in ("fastapi", "uvicorn", "starlette"):
+                raise
+            raise SettingsError("it needs the extra web: pip install 'celeriac[web]'") from None
+        serve(
+            client,
+            host=options.host,
+            port=options.port,
+            ready=lambda url: _say(f"{url} (this machine alone; Ctrl-C ends it)"),
+        )
+    return DONE
+
+
 def ping(options: argparse.Namespace) -> int:
     with _client(_settings()) as client:
         seconds = client.ping(options.queue, timeout=options.timeout)
@@ -650,6 +670,10 @@ def make_parser() -> argparse.ArgumentParser:
     one.add_argument("--pool", choices=("threads", "prefork", "solo"), help="unless the usual one")
     one.add_argument("--loglevel", type=str.upper, choices=LEVELS, default="INFO")
 
+    one = add(web, "serve the runs over HTTP, with a page to watch them, to this machine alone")
+    one.add_argument("--host", default="127.0.0.1", metavar="HOST", help="a loopback address")
+    one.add_argument("--port", type=_port, default=8700, metavar="N", help="0 is any that is free")
+
     one = add(ping, "send a canary task through a queue: is a worker alive and not deaf?")
     one.add_argument("--queue", required=True, choices=("steps", "tools"))
     one.add_argument("--timeout", type=_seconds, default=5.0, metavar="S")
@@ -778,6 +802,13 @@ def _age(text: str) -> float:
 
 def _whole(text: str) -> int:
     return 0 if text == "0" else _positive(text)
+
+
+def _port(text: str) -> int:
+    with contextlib.suppress(ValueError):
+        if 0 <= int(text) < 65_536:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} isn't a port, 0 to 65535")
 
 
 def _positive(text: str) -> int:

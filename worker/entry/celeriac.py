@@ -1,7 +1,7 @@
 """The way in: `celeriac` and `python -m celeriac`. Explains a clash of names before it can puzzle.
 
-The project's packages are called `runner`, `tasks` and `worker`, as are many files of users. Only
-one module of a name can be imported, so a second one is named here in one line. A user's own
+The project's packages are called `runner`, `tasks`, `web` and `worker`, as are many files of users.
+Only one module of a name can be imported, so a second one is named here in one line. A user's own
 `redis.py` beside their agents does no harm, since the current folder is searched last; on
 PYTHONPATH it would be imported in place of the real one, and is named too. Nothing of the project,
 and nothing beyond the standard library, is imported before that.
@@ -15,7 +15,7 @@ import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-PACKAGES = ("runner", "tasks", "worker")
+PACKAGES = ("runner", "tasks", "web", "worker")
 
 DEPENDENCIES = {
     "celery": "app",
