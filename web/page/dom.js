@@ -1,0 +1,74 @@
+// Making elements, and saying sizes, times and durations. What a run holds becomes text nodes only.
+
+export function el(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (value === true) made.setAttribute(name, "");
+    else if (value !== false && value != null) made.setAttribute(name, value);
+  }
+  made.append(...children.filter((child) => child != null));
+  return made;
+}
+
+// A change of a text that says the same would be read aloud again, and lose a selection.
+export function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+export function fill(id) {
+  return document.getElementById(id).content.firstElementChild.cloneNode(true);
+}
+
+export function part(root, name) {
+  return root.querySelector(`[data-part="${name}"]`);
+}
+
+const numbers = new Intl.NumberFormat("en");
+const moments = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" });
+
+export const count = (value) => numbers.format(value);
+export const plural = (value, word) => `${count(value)} ${word}${value === 1 ? "" : "s"}`;
+export const cost = (value) => (value < 0.01 ? value.toPrecision(2) : value.toFixed(2));
+
+// Milliseconds in words: 340 ms, 2.1 s, 3 min 20 s, 2 h 5 min, 3 d 4 h.
+export function duration(ms) {
+  if (ms < 1000) return `${Math.max(0, Math.round(ms))} ms`;
+  if (ms < 59_950) return `${(ms / 1000).toFixed(1)} s`;
+  const seconds = Math.round(ms / 1000);
+  if (seconds < 3600) return join(Math.floor(seconds / 60), "min", seconds % 60, "s");
+  const minutes = Math.floor(seconds / 60);
+  if (minutes < 1440) return join(Math.floor(minutes / 60), "h", minutes % 60, "min");
+  return join(Math.floor(minutes / 1440), "d", Math.floor((minutes % 1440) / 60), "h");
+}
+
+const join = (large, unit, small, smaller) =>
+  small ? `${large} ${unit} ${small} ${smaller}` : `${large} ${unit}`;
+
+export function moment(seconds) {
+  const date = new Date(seconds * 1000);
+  return el("time", { datetime: date.toISOString() }, moments.format(date));
+}
+
+// Marks that turn the direction of text, or aren't seen, would show arguments as other than they
+// are: these are shown as the escapes that JSON has for them.
+const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
+
+export const reveal = (text) =>
+  text.replace(UNSEEN, (mark) => `\\u${mark.charCodeAt(0).toString(16).padStart(4, "0")}`);
+
+// JSON whose numbers stay as they were written where a browser would change them.
+export function parseExactly(text) {
+  const keep = (_, value, context) =>
+    typeof value === "number" && isTooLong(context?.source) && JSON.rawJSON
+      ? JSON.rawJSON(context.source)
+      : value;
+  return JSON.parse(text, keep);
+}
+
+const isTooLong = (source = "") => {
+  const digits = source.replace(/e.*$/i, "").replace(/^[-0.]+|\D/g, "");
+  return digits.length > 15 && !Number.isSafeInteger(Number(source)) && !(digits.length <= 17 && source.includes("."));
+};
+
+export const pretty = (value) => reveal(JSON.stringify(value, null, 2) ?? "");
