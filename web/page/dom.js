@@ -25,11 +25,14 @@ export function part(root, name) {
 }
 
 const numbers = new Intl.NumberFormat("en");
-const moments = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" });
+const clock = { hour: "2-digit", minute: "2-digit", second: "2-digit" };
+const day = { month: "short", day: "numeric", ...clock };
+const moments = new Intl.DateTimeFormat(undefined, day);
+const longAgo = new Intl.DateTimeFormat(undefined, { year: "numeric", ...day });
 
 export const count = (value) => numbers.format(value);
 export const plural = (value, word) => `${count(value)} ${word}${value === 1 ? "" : "s"}`;
-export const cost = (value) => (value < 0.01 ? value.toPrecision(2) : value.toFixed(2));
+export const cost = (value) => (value && value < 0.01 ? value.toPrecision(2) : value.toFixed(2));
 
 // Milliseconds in words: 340 ms, 2.1 s, 3 min 20 s, 2 h 5 min, 3 d 4 h.
 export function duration(ms) {
@@ -42,20 +45,29 @@ export function duration(ms) {
   return join(Math.floor(minutes / 1440), "d", Math.floor((minutes % 1440) / 60), "h");
 }
 
+// The same for what still goes on, without a digit that nobody can read.
+export const since = (ms) => duration(ms < 10_000 ? ms : Math.floor(ms / 1000) * 1000).replace(".0 ", " ");
+
 const join = (large, unit, small, smaller) =>
   small ? `${large} ${unit} ${small} ${smaller}` : `${large} ${unit}`;
 
 export function moment(seconds) {
   const date = new Date(seconds * 1000);
-  return el("time", { datetime: date.toISOString() }, moments.format(date));
+  const says = date.getFullYear() === new Date().getFullYear() ? moments : longAgo;
+  return el("time", { datetime: date.toISOString() }, says.format(date));
 }
 
-// Marks that turn the direction of text, or aren't seen, would show arguments as other than they
-// are: these are shown as the escapes that JSON has for them.
-const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
+// Marks that turn the direction of text would show it as other than it is, and in arguments so
+// would those that aren't seen at all: they are shown as the escapes that JSON has for them.
+const TURNING = /[\u202a-\u202e\u2066-\u2069]/g;
+const UNSEEN =
+  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
 
-export const reveal = (text) =>
-  text.replace(UNSEEN, (mark) => `\\u${mark.charCodeAt(0).toString(16).padStart(4, "0")}`);
+const escape = (mark) => `\\u${mark.charCodeAt(0).toString(16).padStart(4, "0")}`;
+
+// For prose, which may need some marks to be written right, and for data and names.
+export const revealTurns = (text) => text.replace(TURNING, escape);
+export const reveal = (text) => text.replace(UNSEEN, escape);
 
 // JSON whose numbers stay as they were written where a browser would change them.
 export function parseExactly(text) {

@@ -1,7 +1,7 @@
 // The list of runs: filters that the address keeps, pages, and a look every few seconds.
 
 import { Fault, fetchRuns } from "./api.js";
-import { cost, count, duration, fill, moment, part, setText } from "./dom.js";
+import { cost, count, duration, fill, moment, part, plural, setText } from "./dom.js";
 
 const LOOK_EVERY = 3000;
 const STATUSES = ["queued", "running", "waiting", "finished"];
@@ -116,7 +116,7 @@ function makeRow(run) {
 
 function updateRow(row, run) {
   setBadge(part(row, "badge"), run);
-  setText(part(row, "steps"), `step ${count(run.step)}`);
+  setText(part(row, "steps"), run.ended ? plural(run.step, "step") : `step ${count(run.step)}`);
   const price = run.usage.cost == null ? "" : ` · ${cost(run.usage.cost)}`;
   setText(part(row, "tokens"), `${count(run.usage.total_tokens)} tokens${price}`);
   setText(part(row, "took"), run.ended ? duration((run.ended - run.created) * 1000) : "not ended");

@@ -1,7 +1,22 @@
 // One run: what it waits for, what it used, its answer, and its timeline, as its events come.
 
 import { act, Fault, fetchCall, fetchRun, followEvents } from "./api.js";
-import { cost, count, duration, el, fill, moment, part, plural, parseExactly, pretty, reveal, setText } from "./dom.js";
+import {
+  cost,
+  count,
+  duration,
+  el,
+  fill,
+  moment,
+  parseExactly,
+  part,
+  plural,
+  pretty,
+  reveal,
+  revealTurns,
+  setText,
+  since,
+} from "./dom.js";
 import { setBadge } from "./list.js";
 import { Timeline } from "./timeline.js";
 
@@ -178,7 +193,7 @@ class RunView {
     setMeter(this.root, "Tool calls", timeline.calls.size, limits.max_tool_calls, count);
     setMeter(this.root, "Tokens", tokens, limits.max_tokens, (value) => count(value), known);
     const allowed = (run.deadline - run.created) * 1000;
-    setMeter(this.root, "Time", elapsed, allowed, duration);
+    setMeter(this.root, "Time", elapsed, allowed, run.ended ? duration : since);
     if (run.usage.cost != null || limits.max_cost != null) {
       setMeter(this.root, "Cost", run.usage.cost ?? 0, limits.max_cost, cost, known);
     }
@@ -276,7 +291,7 @@ class RunView {
 
   makeQuestion(call, text) {
     const card = fill("question-template");
-    setText(part(card, "question"), text);
+    setText(part(card, "question"), revealTurns(text));
     card.addEventListener("submit", (event) => {
       event.preventDefault();
       const reply = card.elements.text.value.trim();
@@ -376,7 +391,7 @@ function setMeter(root, name, used, most, say, more = "") {
 function makeEvidence(each) {
   const item = el("li", {}, el("b", { dir: "auto" }, reveal(each.source)));
   if (each.call_id) item.append(" ", el("span", { class: "call-id" }, each.call_id));
-  if (each.text) item.append(el("p", { dir: "auto" }, each.text));
+  if (each.text) item.append(el("p", { dir: "auto" }, revealTurns(each.text)));
   if (each.data != null) item.append(textBox("Data", pretty(each.data)));
   return item;
 }
@@ -393,7 +408,7 @@ function callParts(call, found) {
   parts.push(textBox("Arguments", pretty(parseExactly(found.decision.arguments))));
   if (found.result) {
     const { error } = found.result;
-    if (error) parts.push(el("p", { class: "alert", dir: "auto" }, `${error.type}: ${error.message}`));
+    if (error) parts.push(el("p", { class: "alert", dir: "auto" }, reveal(`${error.type}: ${error.message}`)));
     parts.push(textBox("Result", resultText(found.result)));
     if (found.result.evidence.length) {
       parts.push(el("h3", {}, "Evidence"), el("ol", {}, ...found.result.evidence.map(makeEvidence)));
@@ -420,6 +435,7 @@ function textBox(title, text) {
 }
 
 function showText(box, text) {
+  text = revealTurns(text);
   box.replaceChildren(text.slice(0, MOST_SHOWN));
   if (text.length <= MOST_SHOWN) return;
   const more = el("button", { type: "button", class: "quiet" }, `Show all ${count(text.length)} characters`);

@@ -1,6 +1,6 @@
 // A run as steps and calls over time: made from its events alone, and drawn as bars.
 
-import { duration, el, fill, part, plural, setText } from "./dom.js";
+import { duration, el, fill, part, plural, reveal, revealTurns, setText, since } from "./dom.js";
 
 // What a bar says. The order is that of the legend.
 const KINDS = {
@@ -203,6 +203,7 @@ export class Timeline {
     step.calls.push(call);
     step.element.querySelector("ol").append(call.element);
     this.calls.set(event.call, call);
+    step.parts.row.setAttribute("aria-expanded", String(!step.closed));
     this.changed.add(step);
     return call;
   }
@@ -256,13 +257,14 @@ export class Timeline {
 
   _drawState(row, end) {
     const state = row.step ? describeCall(row, end) : describeStep(row, end);
-    const { name, outcome, spoken, element } = { ...row.parts, element: row.element };
-    element.dataset.state = state.word;
+    const { name, outcome, spoken } = row.parts;
+    row.element.dataset.state = state.word;
     setText(outcome, state.text);
-    if (row.step) setText(name, row.name || "call");
-    if (row.step) setText(row.parts.id, row.id);
     setText(spoken, state.spoken);
-    if (row.step) drawProgress(row);
+    if (!row.step) return;
+    setText(name, reveal(row.name || "call"));
+    setText(row.parts.id, row.id);
+    drawProgress(row);
   }
 
   _drawOpenRows(end) {
@@ -285,7 +287,7 @@ export class Timeline {
   _drawAxis(end) {
     const perStep = this.root.dataset.scale === "step";
     const lengths = [...this.steps.values()].map((step) => stepEnd(step, end) - stepStart(step));
-    const span = Math.max(perStep ? Math.max(0, ...lengths) : end, 100);
+    const span = Math.max(perStep ? Math.max(0, ...lengths) : end, 10);
     this.root.style.setProperty("--span", span);
     this.root.style.setProperty("--now", end);
     const most = this.axis.clientWidth < 400 ? 4 : 8;
@@ -294,7 +296,7 @@ export class Timeline {
     for (let at = 0; at <= span; at += unit) marks.push(at);
     if (this.axis.dataset.marks !== `${unit} ${marks.length}`) {
       this.axis.dataset.marks = `${unit} ${marks.length}`;
-      this.axis.replaceChildren(...marks.map((at) => tick(at)));
+      this.axis.replaceChildren(...marks.map((at) => tick(at, at / span > 0.94)));
     }
     this.root.style.setProperty("--unit", unit);
   }
@@ -317,7 +319,7 @@ export class Timeline {
 
   _toggle(step, open) {
     step.closed = !open;
-    step.parts.row.setAttribute("aria-expanded", String(open));
+    if (step.calls.length) step.parts.row.setAttribute("aria-expanded", String(open));
     step.element.querySelector("ol").hidden = !open;
     const some = [...this.steps.values()].some((each) => each.closed);
     setText(part(this.root, "fold"), some ? "Open all steps" : "Close all steps");
@@ -370,8 +372,8 @@ function drawBar(bar, span) {
   }
 }
 
-function tick(at) {
-  const made = el("span", { class: "tick" }, at ? duration(at).replace(".0 ", " ") : "0");
+function tick(at, isLast) {
+  const made = el("span", { class: isLast ? "tick last" : "tick" }, at ? duration(at).replace(".0 ", " ") : "0");
   made.style.setProperty("--from", at);
   return made;
 }
@@ -389,7 +391,7 @@ function drawProgress(call) {
     meter.removeAttribute("value");
   }
   const far = total ? `${done} of ${total}` : done != null ? `${done}` : "";
-  setText(bar.querySelector("span"), [far, note].filter(Boolean).join(" · "));
+  setText(bar.querySelector("span"), revealTurns([far, note].filter(Boolean).join(" · ")));
 }
 
 // How long a row was in each kind of span, in words.
@@ -404,11 +406,17 @@ function sumUp(row, end) {
     .join(", ");
 }
 
+const waitText = ({ kind, from }, end) => ({
+  word: kind,
+  text: `${KINDS[kind]} · ${since(end - from)}`,
+  spoken: KINDS[kind],
+});
+
 function describeStep(step, end) {
   const open = step.spans.at(-1);
   const took = duration(stepEnd(step, end) - stepStart(step));
   const calls = step.calls.length ? plural(step.calls.length, "call") : "";
-  if (open?.to === null) return { word: open.kind, text: KINDS[open.kind], spoken: KINDS[open.kind] };
+  if (open?.to === null) return waitText(open, end);
   const failed = step.calls.filter((call) => call.result && !call.result.ok).length;
   const text = [calls, failed ? `${failed} failed` : "", took].filter(Boolean).join(" · ");
   return { word: "done", text, spoken: `${text}; ${sumUp(step, end)}` };
@@ -417,8 +425,7 @@ function describeStep(step, end) {
 function describeCall(call, end) {
   const open = call.spans.at(-1);
   if (!call.result && open?.to === null) {
-    const since = duration(end - open.from);
-    return { word: open.kind, text: `${KINDS[open.kind]} · ${since}`, spoken: KINDS[open.kind] };
+    return waitText(open, end);
   }
   const took = call.spans.length ? duration(rowEnd(call, end) - call.spans[0].from) : "";
   const failed = call.result && !call.result.ok;
