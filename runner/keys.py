@@ -112,6 +112,11 @@ def ping(token: str) -> str:
     return f"celeriac:ping:{token}"
 
 
+def wake(reader: str) -> str:
+    """STREAM, for a minute: tells a reader of many runs' events that there is one more to read."""
+    return f"celeriac:wake:{reader}"
+
+
 def call_id(step: int, index: int) -> str:
     """The public id of a call, e.g. `3.0`."""
     return f"{step}.{index}"

@@ -1132,24 +1132,44 @@ class RunStore:
 
     def read_events(self, run_id: str, after: str, *, block: float | None = None) -> list[Event]:
         """Events past the id `after` ("0" for all), waiting up to `block` seconds for the first."""
+        found = self.read_streams({keys.events(run_id): after}, block=block)
+        return [parse_event(run_id, *entry) for entries in found.values() for entry in entries]
+
+    def read_streams(
+        self, after: Mapping[str, str], *, block: float | None = None
+    ) -> dict[str, list[tuple[str, dict[str, str]]]]:
+        """What each of several streams has past an id, by its key; those without news are left out.
+
+        Waits up to `block` seconds for the first.
+        """
         # Below the socket's own timeout, or a quiet stream would look like a dead server.
         wait = None if block is None else max(1, ms(min(block, MAX_BLOCK)))
-        found = self._ask("xread", {keys.events(run_id): after}, count=500, block=wait)
-        if not found:
-            return []
-        streams = found.values() if isinstance(found, dict) else [pair[1] for pair in found]
-        entries = [entry for stream in streams for entry in parse_entries(stream)]
-        return [parse_event(run_id, entry_id, fields) for entry_id, fields in entries]
+        found = self._ask("xread", dict(after), count=500, block=wait) or {}
+        streams = found.items() if isinstance(found, dict) else found
+        return {str(key): parse_entries(stream) for key, stream in streams}
+
+    def wake(self, key: str) -> None:
+        """End the wait of whoever reads this stream besides others."""
+        with self.redis.pipeline() as pipe, reporting_redis_errors():
+            pipe.xadd(key, {"wake": ""}, maxlen=1)
+            pipe.expire(key, 60)
+            pipe.execute()
 
     def last_event_id(self, run_id: str) -> str:
         """The id of the newest event; "0" where there is none."""
         entries = self._ask("xrevrange", keys.events(run_id), count=1)
         return str(entries[0][0]) if entries else "0"
 
-    def first_event(self, run_id: str) -> Event | None:
-        """The oldest event kept, for readers that ask for more than the cap left."""
-        entries = self._ask("xrange", keys.events(run_id), count=1)
-        return parse_event(run_id, *entries[0]) if entries else None
+    def first_events(self, run_ids: Sequence[str]) -> list[Event | None]:
+        """The oldest event kept of each run, for readers that ask for more than the cap left."""
+        with self.redis.pipeline(transaction=False) as pipe, reporting_redis_errors():
+            for run_id in run_ids:
+                pipe.xrange(keys.events(run_id), count=1)
+            found = pipe.execute()
+        return [
+            parse_event(run_id, *entries[0]) if entries else None
+            for run_id, entries in zip(run_ids, found, strict=True)
+        ]
 
     def read_questions(self, run_id: str) -> dict[str, str]:
         """The questions that a run waits for the user to answer: call id -> question."""

@@ -2,10 +2,13 @@
 
 from runner import Approval, Event, FinalResult, Principal, RunStatus, StopReason
 from runner.record import CallInfo, RunInfo
+from tasks.async_client import AsyncClient, AsyncRun
 from tasks.client import Client, Run, RunDetails, RunPage
 
 __all__ = [
     "Approval",
+    "AsyncClient",
+    "AsyncRun",
     "CallInfo",
     "Client",
     "Event",

@@ -65,6 +65,7 @@ from tasks.accept import (
 )
 from tasks.config import publishing_config
 from tasks.deliver import close_backend, forget, store_started
+from tasks.feed import BEGINNING, Feed, may_have_gap
 from tasks.hints import PING, publish
 
 LOOK_EVERY = 2.0
@@ -73,9 +74,6 @@ LOOK_EVERY = 2.0
 MAX_REASON_CHARS = 1_000
 
 NO_CALL = "of such a call (yet); a call's id is step and index, such as 3.0"
-
-BEGINNING = "0"
-"""Stands for the id of an event before the first."""
 
 CURSOR = re.compile(r"(inf|[0-9]{1,16})\.(.{8,64})")
 
@@ -114,6 +112,7 @@ class Client:
         if settings is None:
             settings = Settings.from_env({"CELERIAC_REDIS_URL": redis_url} if redis_url else None)
         self.store = RunStore(settings)
+        self.feed = Feed(self.store)
         self._agents = agents
         # Never the current app: the caller may well have a Celery app of their own.
         self._app = _Publisher("celeriac-client", set_as_current=False)
@@ -339,6 +338,7 @@ class Client:
         """Close connections; the client opens new ones when it is used again."""
         close_backend(self._app)
         self._app.close()
+        self.feed.close()
         self.store.close()
 
     def __enter__(self) -> Client:
@@ -412,14 +412,22 @@ class Run:
         ends_at = None if timeout is None else time.monotonic() + timeout
         while True:
             # Taken before the look: an end between the two is what the wait then finds at once.
-            after = self._store.last_event_id(self.id)
-            result = self._store.read_result(self.id)
+            after = self.last_event_id()
+            result = self.read_result()
             if result is not None:
                 return result
             left = LOOK_EVERY if ends_at is None else ends_at - time.monotonic()
             if left <= 0:
                 raise ResultTimeout(f"run {self.id} hasn't ended within {timeout:g} s; it goes on")
             self._store.read_events(self.id, after, block=min(left, LOOK_EVERY))
+
+    def read_result(self) -> FinalResult | None:
+        """The result as it is now: None while the run runs."""
+        return self._store.read_result(self.id)
+
+    def last_event_id(self) -> str:
+        """The id of the newest event, from which to follow what is to come."""
+        return self._store.last_event_id(self.id)
 
     def events(self, after: str | None = None) -> Iterator[Event]:
         """Every event, then those to come as they happen; ends with the run.
@@ -428,29 +436,28 @@ class Run:
         `InvalidInput`. Where the cap may have dropped events in between, at first or while they
         are read, a `gap` comes in their place: its id is that of the last event before it.
         """
-        return self._follow(_check_event_id(after))
+        return self._follow(check_event_id(after))
 
     def _follow(self, after: str) -> Iterator[Event]:
         while True:
-            ended = self._store.read_run(self.id).stop_reason is not None
-            found = self._store.read_events(self.id, after, block=None if ended else LOOK_EVERY)
-            # Looked at after the read: an event that is still kept now was kept then.
-            if found and self._may_have_gap(after):
-                yield Event(id=after, at=time.time(), type="gap", run=self.id)
+            ended = self.has_ended()
+            found = self.read_page(after, block=None if ended else LOOK_EVERY)
             for event in found:
                 yield event
                 after = event.id
             if ended and not found:
                 return
 
-    def _may_have_gap(self, after: str) -> bool:
-        """Whether the event `after` has been dropped, and so perhaps some that followed it."""
-        first = self._store.first_event(self.id)
-        if first is None:
-            return False
-        if after == BEGINNING:
-            return first.type != "run.created"
-        return _order(first.id) > _order(after)
+    def has_ended(self) -> bool:
+        return self.info().stop_reason is not None
+
+    def read_page(self, after: str, *, block: float | None = None) -> list[Event]:
+        """The next events behind `after`, with a `gap` first where some may have been dropped."""
+        found = self._store.read_events(self.id, after, block=block)
+        # Looked at after the read: an event that is still kept now was kept then.
+        if found and may_have_gap(self._store.first_events([self.id])[0], after):
+            return [Event(id=after, at=time.time(), type="gap", run=self.id), *found]
+        return found
 
     def cancel(self, reason: str = "cancelled by the caller") -> None:
         """End the run now. Can't be lost, needs no worker, and is no error when done twice.
@@ -623,7 +630,7 @@ def _read_cursor(cursor: str) -> Place:
     return Place(float(found[1]), found[2])
 
 
-def _check_event_id(after: object) -> str:
+def check_event_id(after: object) -> str:
     """The id as Redis writes it; ids that mean the beginning become `BEGINNING`."""
     if after is None or after == BEGINNING:
         return BEGINNING
@@ -634,8 +641,3 @@ def _check_event_id(after: object) -> str:
         )
     ms, number = map(int, found.groups())
     return f"{ms}-{number}" if ms or number else BEGINNING
-
-
-def _order(event_id: str) -> tuple[int, int]:
-    ms, _, number = event_id.partition("-")
-    return int(ms), int(number)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.responses import Response, StreamingResponse
-from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 
+from runner.errors import CeleriacError
 from runner.models import Approval, Event, RunStatus
 from runner.settings import STEPS_QUEUE
-from tasks import CallInfo, Client, Run, RunDetails, RunInfo, RunPage
+from tasks import AsyncRun, CallInfo, Client, Run, RunDetails, RunInfo, RunPage
 from web.bodies import (
     ApprovalGiven,
     Cancellation,
@@ -27,6 +30,8 @@ from web.errors import RETRY_AFTER, ErrorBody, ErrorType, Refused, Route
 from web.guard import check_json, check_local
 from web.page_files import read_file
 
+logger = logging.getLogger(__name__)
+
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": text}
     for status, text in (
@@ -39,48 +44,92 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     )
 }
 
+STREAM: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The events, as they happen",
+        "content": {
+            "text/event-stream": {
+                "schema": {"type": "string"},
+                "example": (
+                    "retry: 1000\n\nid: 1764480000000-0\n"
+                    'data: {"id":"1764480000000-0","at":1764480000.0,"type":"run.created",'
+                    '"run":"0197a1b2","step":null,"call":null,"data":{"agent":"support"}}\n\n'
+                ),
+            }
+        },
+    },
+    204: {"description": "The run has ended, and has no event behind this id"},
+}
 
-def create_router(client: Client, *, principal: Callable[..., Any] | None = None) -> APIRouter:
+RECONNECT_AFTER = 1_000
+"""Milliseconds after which a browser that lost the stream comes again."""
+
+
+def create_router(
+    client: Client,
+    *,
+    principal: Callable[..., Any] | None = None,
+    heartbeat: float = 15.0,
+) -> APIRouter:
     """The routes of the runs, to be included under any prefix, with the run page at its root.
 
     `principal` is a FastAPI dependency that answers for whom the request is made: a `Principal`, or
     a dict of one. Whoever it is sees the runs of their tenant alone. It refuses strangers itself
     (`HTTPException`); None is refused here. Without a dependency nobody says who is asking, so only
     this machine is served, and everything is shown.
+
+    A follower of events gets a comment whenever `heartbeat` seconds were quiet, so that no proxy
+    takes the connection for a dead one.
     """
     router = APIRouter(route_class=Route)
     router.include_router(page, dependencies=[Depends(check_local)] if principal is None else [])
-    router.include_router(runs, dependencies=[Depends(_acting(client, principal))])
+    noting = _note_caller(client, principal, heartbeat)
+    router.include_router(runs, dependencies=[Depends(noting)])
     return router
 
 
-def _acting(client: Client, principal: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A dependency that notes the client which acts for whoever is asking."""
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who is asking: the client that acts for them, and how often they are told of a quiet run."""
+
+    client: Client
+    heartbeat: float
+
+
+def _note_caller(
+    client: Client, principal: Callable[..., Any] | None, heartbeat: float
+) -> Callable[..., Any]:
+    """A dependency that refuses whom it must, and notes the client that acts for who is asking."""
     if principal is None:
 
         async def note_operator(request: Request) -> None:
             check_local(request)
             check_json(request)
-            request.state.celeriac = client
+            request.state.celeriac = Caller(client, heartbeat)
 
         return note_operator
 
     asking = Depends(principal)
 
-    async def note_client(request: Request, given: Any = asking) -> None:
+    async def note_principal(request: Request, given: Any = asking) -> None:
         check_json(request)
         if given is None:
-            raise Refused(401, ErrorType.UNAUTHENTICATED, "nobody is signed in")
-        request.state.celeriac = client.for_principal(given)
+            raise Refused(401, ErrorType.UNAUTHENTICATED, "nobody is signed in; sign in first")
+        request.state.celeriac = Caller(client.for_principal(given), heartbeat)
 
-    return note_client
-
-
-def _client_of(request: Request) -> Client:
-    client: Client = request.state.celeriac
-    return client
+    return note_principal
 
 
+async def _caller_of(request: Request) -> Caller:
+    caller: Caller = request.state.celeriac
+    return caller
+
+
+async def _client_of(caller: Annotated[Caller, Depends(_caller_of)]) -> Client:
+    return caller.client
+
+
+Asking = Annotated[Caller, Depends(_caller_of)]
 Acting = Annotated[Client, Depends(_client_of)]
 
 
@@ -167,23 +216,46 @@ def get_run(run: Found) -> RunDetails:
     return run.details()
 
 
-@runs.get("/{run_id}/events", response_class=StreamingResponse)
+@runs.get("/{run_id}/events", response_class=StreamingResponse, responses=STREAM)
 async def follow_run(
     run: Found,
+    caller: Asking,
     after: str | None = None,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> Response:
-    """Every event as `text/event-stream`, then those to come; ends with the run."""
-    follow = await run_in_threadpool(run.events, last_event_id or after)
+    """Every event as `text/event-stream`, then those to come as they happen; ends with the run.
+
+    Each `data` is an event as JSON, and its `id` what to go on behind: a browser says it by itself
+    (`Last-Event-ID`), and so does `after`. Where the cap may have dropped some, an event of the
+    type `gap` comes in their place. 204: the run has ended, and there is none behind that id.
+    """
+    seen = last_event_id or after
+    events = AsyncRun(run, caller.client.feed).follow(seen, every=caller.heartbeat)
+    if seen is not None and await asyncio.to_thread(_is_read, run, seen):
+        return Response(status_code=204)  # which tells a browser not to come again
     return StreamingResponse(
-        _write_events(iterate_in_threadpool(follow)), media_type="text/event-stream"
+        _write_events(events),
+        media_type="text/event-stream",
+        headers={"X-Accel-Buffering": "no"},  # a proxy that collects them would keep them back
     )
 
 
-async def _write_events(events: AsyncIterator[Event]) -> AsyncIterator[str]:
-    yield "retry: 1000\n\n"
-    async for event in events:
-        yield f"id: {event.id}\ndata: {event.model_dump_json()}\n\n"
+def _is_read(run: Run, seen: str) -> bool:
+    """Whether a run has ended and has no event behind this one."""
+    return run.has_ended() and not run.read_page(seen)
+
+
+async def _write_events(events: AsyncIterator[Event | None]) -> AsyncIterator[str]:
+    yield f"retry: {RECONNECT_AFTER}\n\n"
+    try:
+        async for event in events:
+            if event is None:
+                yield ": still here\n\n"
+            else:
+                yield f"id: {event.id}\ndata: {event.model_dump_json()}\n\n"
+    except CeleriacError as error:
+        # The answer has begun, so it can only end: whoever follows comes again, and is told then.
+        logger.warning("a follower of events is let go: %s", error)
 
 
 @runs.get("/{run_id}/trace")

@@ -1403,12 +1403,12 @@ def test_an_event_reaches_followers_until_the_run_has_ended(store: RunStore) -> 
 def test_events_are_read_from_where_one_left_off(store: RunStore) -> None:
     create(store)
     first = store.read_events(RUN, "0")
-    assert store.first_event(RUN) == first[0]
+    assert store.first_events([RUN]) == [first[0]]
     assert store.read_events(RUN, first[-1].id) == []
     begin(store)
     assert [event.type for event in store.read_events(RUN, first[-1].id)] == ["step.started"]
     assert store.read_events("no-such-run", "0") == []
-    assert store.first_event("no-such-run") is None
+    assert store.first_events(["no-such-run"]) == [None]
 
 
 def test_waiting_for_an_event_that_does_not_come_ends(store: RunStore) -> None:
