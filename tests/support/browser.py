@@ -61,7 +61,7 @@ def visit(browser: Browser, url: str, **options: Any) -> Iterator[Visit]:
     context.set_default_timeout(10_000)
     try:
         made = Visit(context.new_page())
-        made.page.on("request", made.requests.append)
+        made.page.on("request", lambda request: made.requests.append(request))
         made.page.on("pageerror", lambda error: made.errors.append(str(error)))
 
         def note(message: ConsoleMessage) -> None:

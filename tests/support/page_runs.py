@@ -1,4 +1,4 @@
-"""Runs for the run page without workers: by the loop in the test's own thread, or event by event."""
+"""Runs for the run page without workers: made by the loop here and now, or event by event."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def tell_events(store: RunStore, run_id: str, told: Sequence[Told]) -> None:
     created = store.read_run(run_id).created
     client: Any = store.redis
     client.delete(keys.events(run_id))
-    for number, (at, type, step, call, data) in enumerate(told, 1):
+    for number, (at, kind, step, call, data) in enumerate(told, 1):
         fields = {
             "at": created + round(at * 1000),
-            "type": type,
+            "type": kind,
             "step": "" if step is None else step,
             "call": call or "",
             "data": json.dumps(data),

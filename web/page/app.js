@@ -19,25 +19,30 @@ const shell = {
   say(text) {
     said.textContent = text;
   },
+  // Whoever comes from another view begins at the heading of this one.
+  focusHeading() {
+    if (moved) main.querySelector("h1").focus({ preventScroll: true });
+  },
   // In place of a view that can't be shown.
   showState(title, text) {
     document.title = `${title} · Celeriac`;
     const heading = el("h1", { tabindex: "-1" }, title);
     const back = el("p", {}, el("a", { href: "#/" }, "All runs"));
     main.replaceChildren(el("section", { class: "state" }, heading, el("p", {}, text), back));
-    heading.focus();
+    shell.focusHeading();
   },
 };
 
 let leave = () => {};
+let moved = false;
 
 function route() {
   leave();
   shell.setLink("off", "");
   const [path, query] = location.hash.slice(1).split("?");
-  const run = /^\/runs\/([^/]+)$/.exec(path);
+  const run = /^\/runs\/([\w.~-]+)$/.exec(path);
   if (run) {
-    leave = showRun(main, decodeURIComponent(run[1]), shell);
+    leave = showRun(main, run[1], shell);
   } else if (path === "" || path === "/") {
     leave = showList(main, new URLSearchParams(query), shell);
   } else {
@@ -52,5 +57,8 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();
   main.focus();
 });
-addEventListener("hashchange", route);
+addEventListener("hashchange", () => {
+  moved = true;
+  route();
+});
 route();

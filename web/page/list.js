@@ -25,6 +25,7 @@ export function showList(main, query, shell) {
   for (const name of FILTERS) form.elements[name].value = query.get(name) ?? "";
   main.replaceChildren(root);
   document.title = "Runs · Celeriac";
+  shell.focusHeading();
 
   const rows = new Map();
   let page = query.get("page");

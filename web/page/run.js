@@ -59,6 +59,7 @@ class RunView {
       open: (call, details) => this.showCall(call, details),
     });
     this.main.replaceChildren(this.root);
+    this.shell.focusHeading();
     this.bindActions();
     this.drawRun();
     this.follow();
