@@ -47,11 +47,8 @@ class Visit:
 
     def width_over(self) -> int:
         """By how many pixels the page is wider than its window."""
-        return int(
-            self.page.evaluate(
-                "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-            )
-        )
+        size = "Math.max(0, document.documentElement.scrollWidth - innerWidth)"
+        return int(self.page.evaluate(size))
 
 
 @contextlib.contextmanager

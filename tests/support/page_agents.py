@@ -8,6 +8,7 @@ from pathlib import Path
 
 from runner import Agent, Context, Evidence, Limits, Result, ToolError, tool
 from runner.models import Price
+from support.agents import note
 
 
 @tool(idempotent=True)
@@ -22,6 +23,7 @@ def get_order(order_id: str) -> Result[dict[str, object]]:
 @tool(idempotent=True, timeout=30, max_concurrency=1)
 def count_shelf(ctx: Context, shelf: int) -> int:
     """Count a shelf, one at a time; the ledger says when it is done."""
+    note(f"count_shelf {ctx.trace_id}")
     ctx.progress(1, 4, f"shelf {shelf}")
     path = Path(os.environ["CELERIAC_TEST_LEDGER"])
     while f"told {ctx.run_id}\n" not in path.read_text(encoding="utf-8"):
