@@ -80,6 +80,10 @@ class SchemaError(CeleriacError):
     """The run's record is of a newer version than this process can read."""
 
 
+class CallNotFound(InvalidInput):
+    """The run has no such call, or no result of it yet."""
+
+
 class RunFinished(CeleriacError):
     """The run has already ended, so what was asked of it can't be done."""
 

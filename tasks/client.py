@@ -16,6 +16,7 @@ from pydantic import JsonValue
 
 from runner.agents import Agents
 from runner.errors import (
+    CallNotFound,
     ConversationBusy,
     InvalidInput,
     PermissionDenied,
@@ -598,17 +599,17 @@ class Run:
         """The text of a call's result, also where it was cut for the model. `call`: its id, `3.0`.
 
         Of a text that is longer than the setting `max_result_chars`, the head with a marker. Raises
-        `InvalidInput` where there is no result of such a call (yet).
+        `CallNotFound` where there is no result of such a call (yet).
         """
         text = self._store.read_whole_result(self.id, call) if isinstance(call, str) else None
         if text is None:
-            raise InvalidInput(f"run {self.id} has no result {NO_CALL}")
+            raise CallNotFound(f"run {self.id} has no result {NO_CALL}")
         return text
 
     def call(self, call: str) -> CallInfo:
         """A call's arguments and its result, as the trace keeps them.
 
-        Raises `InvalidInput` where there is no such call.
+        Raises `CallNotFound` where there is no such call.
         """
         decision: ToolDecision | None = None
         result: ToolResult | None = None
@@ -623,7 +624,7 @@ class Run:
                     result = result or ToolResult.model_validate(each)
         if decision is None:
             self.info()  # raises: there is no such run
-            raise InvalidInput(f"run {self.id} knows nothing {NO_CALL}")
+            raise CallNotFound(f"run {self.id} knows nothing {NO_CALL}")
         decided = self._store.read_decided(self.id, call)
         return CallInfo(decision=decision, result=result, decided=decided)
 

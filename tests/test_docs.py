@@ -388,7 +388,9 @@ def test_every_word_has_its_one_meaning(document: str, heading: str, words: type
 
 def python_files() -> list[Path]:
     return [
-        path for folder in ("runner", "tasks", "worker") for path in (ROOT / folder).rglob("*.py")
+        path
+        for folder in ("runner", "tasks", "web", "worker")
+        for path in (ROOT / folder).rglob("*.py")
     ]
 
 

@@ -47,7 +47,7 @@ def test_the_wheel_holds_every_module_and_every_script(names: set[str]) -> None:
         str(path.relative_to(ROOT))
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
-        if path.suffix in (".py", ".lua", ".typed", ".html", ".css", ".js")
+        if path.suffix in (".py", ".lua", ".typed", ".html", ".css", ".js", ".svg")
     }
     assert len([name for name in sources if name.endswith(".lua")]) > 15
     entry = "worker/entry/celeriac.py"  # in the wheel it stands at the top
@@ -60,7 +60,7 @@ def test_the_wheel_holds_nothing_else(names: set[str]) -> None:
     info = next(top for top in tops if top.endswith(".dist-info"))
     assert tops == {*PACKAGES, "celeriac.py", info}
     kinds = {Path(name).suffix for name in names if not name.startswith(info)}
-    assert kinds <= {".py", ".lua", ".typed", ".html", ".css", ".js", ""}
+    assert kinds <= {".py", ".lua", ".typed", ".html", ".css", ".js", ".svg", ""}
     assert not [name for name in names if "__pycache__" in name or "test_" in name]
     assert f"{info}/licenses/LICENSE" in names
 

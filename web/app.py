@@ -13,22 +13,23 @@ from starlette.exceptions import HTTPException
 
 from runner.errors import SettingsError
 from tasks import Client
-from web.errors import answer_no_route
+from web.errors import answer_http_error
 from web.guard import is_loopback
 from web.routes import create_router
 
 
-def create_app(client: Client, *, principal: Callable[..., Any] | None = None) -> FastAPI:
-    """An app with the routes of `create_router` at its root, and their description at `/docs`.
+def create_app(client: Client, **options: Any) -> FastAPI:
+    """An app with the routes of `create_router` at its root, described at `/openapi.json`.
 
-    `principal` is a dependency as of `create_router`; without one, loopback alone is served.
+    `options` are those of `create_router`; without a `principal`, loopback alone is served.
     """
-    app = FastAPI(title="Celeriac", description="Runs of LLM agents.", redoc_url=None)
-    app.include_router(create_router(client, principal=principal))
+    # A page of documents would run a script from elsewhere, with all that a user may do here.
+    app = FastAPI(title="Celeriac", docs_url=None, redoc_url=None)
+    app.include_router(create_router(client, **options))
 
     @app.exception_handler(HTTPException)
     async def _(_: Request, error: HTTPException) -> Response:
-        return answer_no_route(error)
+        return answer_http_error(error)
 
     return app
 
@@ -43,6 +44,7 @@ def serve(client: Client, *, host: str, port: int, ready: Callable[[str], object
             f"celeriac web knows no users, so it serves this machine alone and not {host}; mount "
             "create_router in an application that knows who is asking, or use an SSH tunnel"
         )
+    client.store.check()
     config = uvicorn.Config(
         create_app(client),
         log_level="warning",

@@ -24,6 +24,7 @@ class ErrorType(StrEnum):
     """What went wrong with a request."""
 
     ALREADY_DECIDED = "ALREADY_DECIDED"
+    CALL_NOT_FOUND = "CALL_NOT_FOUND"
     CONVERSATION_BUSY = "CONVERSATION_BUSY"
     INVALID_INPUT = "INVALID_INPUT"
     KEY_REUSED = "KEY_REUSED"
@@ -69,6 +70,7 @@ class Refused(errors.CeleriacError):
 
 KNOWN: tuple[tuple[type[Exception], int, ErrorType], ...] = (
     (errors.RunNotFound, 404, ErrorType.RUN_NOT_FOUND),
+    (errors.CallNotFound, 404, ErrorType.CALL_NOT_FOUND),
     (errors.PermissionDenied, 403, ErrorType.PERMISSION_DENIED),
     (errors.ConversationBusy, 409, ErrorType.CONVERSATION_BUSY),
     (errors.KeyReused, 409, ErrorType.KEY_REUSED),
@@ -103,9 +105,13 @@ class Route(APIRoute):
         return answer
 
 
-def answer_no_route(error: HTTPException) -> Response:
-    """For an application that is ours alone: no such route or method."""
-    info = ErrorInfo(type=ErrorType.NOT_FOUND, message=f"{error.detail}; see /docs")
+def answer_http_error(error: HTTPException) -> Response:
+    """For an application that is ours alone: no such route or method, or a stranger."""
+    word = {401: ErrorType.UNAUTHENTICATED, 403: ErrorType.PERMISSION_DENIED}.get(error.status_code)
+    if word is None:
+        info = ErrorInfo(type=ErrorType.NOT_FOUND, message=f"{error.detail}; see /openapi.json")
+    else:
+        info = ErrorInfo(type=word, message=error.detail)
     return _answer(error.status_code, info, dict(error.headers or {}))
 
 

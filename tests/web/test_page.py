@@ -17,10 +17,10 @@ from runner import Settings
 from runner.testing import calls as turn
 from support.browser import CONTRASTS, PHONE, Visit, open_browser, visit
 from support.fleet import url_of, valkey
+from support.http import serving
 from support.model_server import calls, chunk, final, stream_of
 from support.page_runs import Told, move_back, start_run, tell_events
 from support.stage import Stage, open_stage
-from support.web_server import serving
 from tasks import Client
 from web import create_app, create_router
 

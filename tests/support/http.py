@@ -1,4 +1,4 @@
-"""A real server for an app, in a thread; it can be stopped, and started again where it was."""
+"""An ASGI app behind a real server on a free port, or on the one where it was before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 @contextlib.contextmanager
 def serving(app: FastAPI, port: int = 0) -> Iterator[str]:
-    """The app behind a real server; yields its address. Port 0 is any free one."""
+    """The app behind a real server in a thread; yields its address."""
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", port), backlog=512) as bound:
