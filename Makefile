@@ -50,6 +50,10 @@ browser:  ## Install Chromium for the tests of the run page, where it is missing
 test: $(VENV)/ready browser lint  ## Pass the linters, the type checker and the tests
 	@$(BIN)/python -m pytest
 
+.PHONY: pictures
+pictures: $(VENV)/ready browser  ## Make the pictures in docs/images anew
+	@PYTHONPATH=.:tests $(BIN)/python tests/support/pictures.py
+
 .PHONY: lint
 lint: $(VENV)/ready  ## Check style and types
 	@$(BIN)/ruff check .
