@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI, HTTPException
 from playwright.sync_api import Browser, FloatRect, Locator, Page, expect
 
-from runner import Settings
+from runner import Settings, keys
 from runner.testing import calls as turn
 from support.browser import CONTRASTS, PHONE, Visit, open_browser, visit
 from support.fleet import url_of, valkey
@@ -355,7 +355,7 @@ def test_a_long_run_opens_folded_and_is_soon_there(desk: Client, site: str, look
             told.append((at + 1, "call.started", step, call, {"attempt": 1}))
             told.append((at + 2, "call.finished", step, call, {"tool": "get_order", "ok": True}))
     start_run(desk.store, "run-of-200-steps")
-    desk.store.redis.hset("celeriac:run-of-200-steps", "step", "200")
+    desk.store.redis.hset(keys.run("run-of-200-steps"), "step", "200")
     move_back(desk.store, "run-of-200-steps", 401)
     tell_events(desk.store, "run-of-200-steps", told)
     page = look(f"{site}#/runs/run-of-200-steps").page

@@ -223,8 +223,8 @@ class RunView {
     if (answer == null) return;
     const text = typeof answer === "string" ? answer : pretty(answer);
     box.classList.toggle("data", typeof answer !== "string");
-    if (box.dataset.size === String(text.length) && this.run.result) return;
-    box.dataset.size = text.length;
+    if (this.answerShown === text) return;
+    this.answerShown = text;
     showText(box, text);
   }
 
@@ -323,7 +323,9 @@ class RunView {
 
   // One action, with its button held while it is on its way, and its refusal where it was asked.
   async do(button, place, name, given) {
-    button.disabled = true;
+    // A button that is disabled would lose the focus.
+    if (button.ariaDisabled === "true") return false;
+    button.ariaDisabled = "true";
     try {
       await act(this.id, name, given);
       clearError(place);
@@ -333,7 +335,7 @@ class RunView {
       showError(place, error);
       return false;
     } finally {
-      button.disabled = false;
+      button.ariaDisabled = "false";
     }
   }
 
