@@ -430,10 +430,12 @@ function describeCall(call, end) {
   const took = call.spans.length ? duration(rowEnd(call, end) - call.spans[0].from) : "";
   const failed = call.result && !call.result.ok;
   const outcome = failed ? (call.result.error ?? "failed") : call.result ? "ok" : "open at the end";
+  const sign = failed ? "✕" : call.result ? "✓" : "–";
+  const shown = [outcome === "ok" ? "" : outcome, took].filter(Boolean).join(" · ");
   return {
     word: failed ? "failed" : call.result ? "ok" : "cut",
-    text: `${failed ? "✕" : call.result ? "✓" : "–"} ${outcome === "ok" ? "" : `${outcome} · `}${took}`,
-    spoken: `${outcome}; ${sumUp(call, end)}`,
+    text: `${sign} ${shown}`,
+    spoken: [outcome, sumUp(call, end)].filter(Boolean).join("; "),
   };
 }
 
