@@ -62,7 +62,7 @@ def main() -> None:
         start_run(client.store, RUN, [found, calls(refund)], goal=GOAL, name="support")
         move_back(client.store, RUN, 18)
         tell_events(client.store, RUN, TOLD)
-        with visit(browser, f"{url}/#/runs/{RUN}", viewport={"width": 1100, "height": 900}) as seen:
+        with visit(browser, f"{url}/#/runs/{RUN}", viewport={"width": 1100, "height": 985}) as seen:
             seen.page.get_by_text("shelf 7").wait_for()
             seen.page.screenshot(path=IMAGES / "run-page.png")
 
