@@ -93,6 +93,8 @@ class AsyncRun:
 
         Raises `ResultTimeout` (a `TimeoutError`); the run goes on.
         """
+        if (result := await self._read_result()) is not None:
+            return result  # however little time there is
         try:
             async with asyncio.timeout(timeout):
                 return await self._wait_for_result()

@@ -16,6 +16,10 @@ from web.errors import ErrorType, Refused
 CHANGES = {"POST", "PUT", "PATCH", "DELETE"}
 
 
+PASSED_ON = ("forwarded", "x-forwarded-for", "x-real-ip")
+"""By which a proxy says that it asks for somebody else."""
+
+
 def check_json(request: Request) -> None:
     """Refuse what would change something and isn't JSON, also where the body may be empty."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -29,7 +33,8 @@ def check_local(request: Request) -> None:
     """Refuse whoever isn't on this machine, or reaches it by a foreign name."""
     peer = request.client.host if request.client else ""
     host = request.headers.get("host", "")
-    if not is_loopback(peer) or not is_loopback(_without_port(host)):
+    passed_on = any(name in request.headers for name in PASSED_ON)
+    if passed_on or not is_loopback(peer) or not is_loopback(_without_port(host)):
         raise Refused(
             403,
             ErrorType.NOT_LOCAL,

@@ -380,6 +380,11 @@ def test_a_foreign_name_of_this_machine_is_refused(http: httpx.Client, host: str
     refused(http.post("/runs", json=GOAL, headers={"Host": host}), 403, ErrorType.NOT_LOCAL)
 
 
+@pytest.mark.parametrize("name", ["X-Forwarded-For", "Forwarded", "X-Real-IP"])
+def test_what_a_proxy_passes_on_is_refused(http: httpx.Client, name: str) -> None:
+    refused(http.get("/runs", headers={name: "192.0.2.7"}), 403, ErrorType.NOT_LOCAL)
+
+
 @pytest.mark.parametrize("host", ["localhost", "localhost:8700", "[::1]:8700", "127.0.0.1"])
 def test_this_machine_is_served_by_each_of_its_names(http: httpx.Client, host: str) -> None:
     assert http.get("/runs", headers={"Host": host}).is_success
