@@ -396,8 +396,8 @@ def test_a_decision_that_comes_too_late_is_refused_in_words(
     visit = look(f"{site}#/runs/run-decided-twice")
     page = visit.page
     expect(page.get_by_role("button", name="Approve")).to_have_count(2)
-    # Somebody else is faster, and the page hasn't heard of it: its requests are held up.
-    page.route("**/runs/run-decided-twice", lambda route: None)
+    # Somebody else is faster, and the page hasn't heard of it: its looks at the run fail.
+    page.route("**/runs/run-decided-twice", lambda route: route.abort())
     desk.get("run-decided-twice").deny("0.1", "no")
     page.get_by_role("button", name="Approve").nth(1).click()
     expect(page.get_by_role("alert").filter(has_text="already denied")).to_be_visible()

@@ -50,7 +50,7 @@ const ACTIONS = {
   send: ({ text }) => ["send", { text }],
   reply: ({ call, text }) => ["reply", { call, text }],
   approve: ({ call, digest }) => [`calls/${encodeURIComponent(call)}/approve`, { digest }],
-  deny: ({ call, reason, digest }) => [`calls/${encodeURIComponent(call)}/deny`, { reason, digest }],
+  deny: ({ call, ...given }) => [`calls/${encodeURIComponent(call)}/deny`, given],
 };
 
 // `key` makes a repeat of the same action, after an answer that was lost, no second one.

@@ -46,7 +46,8 @@ export function duration(ms) {
 }
 
 // The same for what still goes on, without a digit that nobody can read.
-export const since = (ms) => duration(ms < 10_000 ? ms : Math.floor(ms / 1000) * 1000).replace(".0 ", " ");
+export const since = (ms) =>
+  duration(ms < 10_000 ? ms : Math.floor(ms / 1000) * 1000).replace(".0 ", " ");
 
 const join = (large, unit, small, smaller) =>
   small ? `${large} ${unit} ${small} ${smaller}` : `${large} ${unit}`;
@@ -78,9 +79,11 @@ export function parseExactly(text) {
   return JSON.parse(text, keep);
 }
 
+// A fraction of 17 digits is what a browser's own number comes from; a whole one may not be.
 const isTooLong = (source = "") => {
   const digits = source.replace(/e.*$/i, "").replace(/^[-0.]+|\D/g, "");
-  return digits.length > 15 && !Number.isSafeInteger(Number(source)) && !(digits.length <= 17 && source.includes("."));
+  const most = source.includes(".") ? 17 : 15;
+  return digits.length > most && !Number.isSafeInteger(Number(source));
 };
 
 export const pretty = (value) => reveal(JSON.stringify(value, null, 2) ?? "");

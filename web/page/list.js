@@ -133,7 +133,8 @@ function showEmpty(root, runs, form, page) {
   const empty = part(root, "empty");
   empty.hidden = runs.length > 0;
   const filtered = page || Object.keys(readFilters(form)).length > 0;
-  setText(empty, filtered ? "No run fits these filters." : "No runs yet. A run appears here when it is submitted.");
+  const none = "No runs yet. A run appears here when it is submitted.";
+  setText(empty, filtered ? "No run fits these filters." : none);
 }
 
 function showFault(root, error, shell) {
@@ -141,5 +142,6 @@ function showFault(root, error, shell) {
   shell.setLink("lost", lost ? "Connection lost" : "Refused");
   const fault = part(root, "fault");
   fault.hidden = false;
-  setText(fault, lost ? "The server doesn't answer. What you see may be old; trying again." : error.message);
+  const old = "The server doesn't answer. What you see may be old; trying again.";
+  setText(fault, lost ? old : error.message);
 }

@@ -110,8 +110,10 @@ class RunView {
   setLink(state) {
     const words = { live: "Live", lost: "Connection lost, trying again", ended: "Ended" };
     this.shell.setLink(state, words[state]);
-    part(this.root, "fault").hidden = state !== "lost";
-    setText(part(this.root, "fault"), "The connection is lost: what you see may be old. Trying again.");
+    const fault = part(this.root, "fault");
+    fault.hidden = state !== "lost";
+    setText(fault, "The connection is lost: what you see may be old. Trying again.");
+    if (state === "live") this.lookSoon();
   }
 
   take(event) {
@@ -169,7 +171,7 @@ class RunView {
   drawMeta() {
     const { run } = this;
     const meta = part(this.root, "meta");
-    const said = JSON.stringify([run.created, run.ended, run.after, run.conversation]);
+    const said = JSON.stringify([run.ended, run.limits, run.goal]);
     if (meta.dataset.said === said) return;
     meta.dataset.said = said;
     meta.replaceChildren("Submitted ", moment(run.created));
@@ -191,8 +193,9 @@ class RunView {
     const tokens = run.usage.total_tokens;
     const known = run.usage.known ? "" : " or more";
     setMeter(this.root, "Steps", steps, limits.max_steps, count);
-    setMeter(this.root, "Tool calls", timeline.calls.size, limits.max_tool_calls, count);
-    setMeter(this.root, "Tokens", tokens, limits.max_tokens, (value) => count(value), known);
+    const called = Math.max(run.tool_calls, timeline.calls.size);
+    setMeter(this.root, "Tool calls", called, limits.max_tool_calls, count);
+    setMeter(this.root, "Tokens", tokens, limits.max_tokens, count, known);
     const allowed = (run.deadline - run.created) * 1000;
     setMeter(this.root, "Time", elapsed, allowed, run.ended ? duration : since);
     if (run.usage.cost != null || limits.max_cost != null) {
@@ -204,9 +207,10 @@ class RunView {
     const { run, timeline } = this;
     const { result } = run;
     const text = result ? null : timeline.text;
+    const title = result ? outcomeTitle(result) : "Answer, as it comes";
     part(this.root, "outcome").hidden = !result && !text;
     if (!result && !text) return;
-    setText(part(this.root, "outcome-title"), result ? outcomeTitle(result) : "Answer, as it comes");
+    setText(part(this.root, "outcome-title"), title);
     const error = part(this.root, "error");
     error.hidden = !result?.error;
     if (result?.error) {
@@ -233,7 +237,8 @@ class RunView {
     box.hidden = evidence.length === 0;
     const list = part(this.root, "evidence-list");
     if (list.children.length === evidence.length) return;
-    setText(part(this.root, "evidence-title"), `Rests on ${plural(evidence.length, "piece")} of evidence`);
+    const title = `Rests on ${plural(evidence.length, "piece")} of evidence`;
+    setText(part(this.root, "evidence-title"), title);
     list.replaceChildren(...evidence.map(makeEvidence));
   }
 
@@ -276,8 +281,11 @@ class RunView {
     const card = fill("approval-template");
     const name = reveal(tool);
     setText(part(card, "title"), `${name} waits for approval`);
-    const late = until && `, denied if nobody decides until ${new Date(until * 1000).toLocaleTimeString()}`;
-    setText(part(card, "hint"), `Call ${call}${late ?? ""}`);
+    const late = until && new Date(until * 1000).toLocaleTimeString();
+    setText(
+      part(card, "hint"),
+      late ? `Call ${call}, denied if nobody decides until ${late}` : `Call ${call}`,
+    );
     part(card, "shown").append(textBox("Arguments", pretty(given)));
     const buttons = card.querySelector(".buttons");
     part(card, "approve").addEventListener("click", (event) =>
@@ -296,7 +304,8 @@ class RunView {
     card.addEventListener("submit", (event) => {
       event.preventDefault();
       const reply = card.elements.text.value.trim();
-      if (reply) this.do(event.submitter, card.querySelector(".buttons"), "reply", { call, text: reply });
+      const buttons = card.querySelector(".buttons");
+      if (reply) this.do(event.submitter, buttons, "reply", { call, text: reply });
     });
     return card;
   }
@@ -304,18 +313,21 @@ class RunView {
   bindActions() {
     const { root } = this;
     part(root, "cancel").addEventListener("click", async (event) => {
-      const reason = await askReason("Cancel this run?", "Why? It is kept with the run.", "Cancel run");
+      const why = "Why? It is kept with the run.";
+      const reason = await askReason("Cancel this run?", why, "Cancel run");
       if (reason != null) this.do(event.target, part(root, "meta"), "cancel", { reason });
     });
     const say = part(root, "say");
-    let key = crypto.randomUUID?.() ?? `${Date.now()}.${Math.random()}`;
+    let sent = {};
     say.addEventListener("submit", async (event) => {
       event.preventDefault();
       const text = say.elements.text.value.trim();
       if (!text) return;
-      if (await this.do(event.submitter, say, "send", { text, key })) {
+      // The same text again is the same message: the answer to the first may have been lost.
+      if (sent.text !== text) sent = { text, key: `${this.id} ${Date.now()} ${Math.random()}` };
+      if (await this.do(event.submitter, say, "send", sent)) {
         say.reset();
-        key = crypto.randomUUID?.() ?? `${Date.now()}.${Math.random()}`;
+        sent = {};
         this.shell.say("Sent");
       }
     });
@@ -355,11 +367,11 @@ class RunView {
   }
 }
 
-function tellNews({ type, call, data }) {
+function tellNews({ type, step, call, data }) {
   if (type === "approval.requested") return `Call ${call}, ${data.tool}, waits for approval`;
   if (type === "run.waiting" && data.question) return "The model asks a question";
   if (type === "run.finished") return `The run has ended: ${data.stop_reason}`;
-  if (type === "step.started") return "A step has begun";
+  if (type === "step.started") return `Step ${step} has begun`;
   return null;
 }
 
@@ -372,10 +384,11 @@ function setMeter(root, name, used, most, say, more = "") {
   if (!meter) {
     meter = el("div", { class: "meter", "data-name": name });
     const id = `meter-${name.replace(" ", "-").toLowerCase()}`;
+    const spoken = { role: "meter", "aria-labelledby": id, "aria-valuemin": 0 };
     meter.append(
       el("span", { class: "meter-name", id }, name),
       el("span", { class: "meter-text" }),
-      el("span", { class: "meter-bar", role: "meter", "aria-labelledby": id, "aria-valuemin": 0 }, el("span")),
+      el("span", { class: "meter-bar", ...spoken }, el("span")),
     );
     box.append(meter);
   }
@@ -411,11 +424,11 @@ function callParts(call, found) {
   parts.push(textBox("Arguments", pretty(parseExactly(found.decision.arguments))));
   if (found.result) {
     const { error } = found.result;
-    if (error) parts.push(el("p", { class: "alert", dir: "auto" }, reveal(`${error.type}: ${error.message}`)));
+    const said = error && reveal(`${error.type}: ${error.message}`);
+    if (said) parts.push(el("p", { class: "alert", dir: "auto" }, said));
     parts.push(textBox("Result", resultText(found.result)));
-    if (found.result.evidence.length) {
-      parts.push(el("h3", {}, "Evidence"), el("ol", {}, ...found.result.evidence.map(makeEvidence)));
-    }
+    const evidence = found.result.evidence.map(makeEvidence);
+    if (evidence.length) parts.push(el("h3", {}, "Evidence"), el("ol", {}, ...evidence));
   } else {
     parts.push(el("p", { class: "hint" }, "It has no result yet."));
   }
@@ -441,13 +454,19 @@ function showText(box, text) {
   text = revealTurns(text);
   box.replaceChildren(text.slice(0, MOST_SHOWN));
   if (text.length <= MOST_SHOWN) return;
-  const more = el("button", { type: "button", class: "quiet" }, `Show all ${count(text.length)} characters`);
-  more.addEventListener("click", () => box.replaceChildren(text));
+  const says = `Show all ${count(text.length)} characters`;
+  const more = el("button", { type: "button", class: "quiet" }, says);
+  more.addEventListener("click", () => {
+    box.replaceChildren(text);
+    box.focus();
+  });
   box.append("… ", more);
 }
 
 const faultText = (error) =>
-  error instanceof Fault ? error.message : "The server doesn't answer; nothing was changed. Try again.";
+  error instanceof Fault
+    ? error.message
+    : "The server doesn't answer. Try again: nothing is done twice.";
 
 function clearError(place) {
   place.parentElement?.querySelectorAll(":scope > .refused").forEach((each) => each.remove());

@@ -117,7 +117,8 @@ export class Timeline {
   }
 
   _on_call_waiting(event, at) {
-    this._begin(this._call(event), WAITS[event.data.reason] ?? "retry", at, Boolean(event.data.error));
+    const failed = Boolean(event.data.error);
+    this._begin(this._call(event), WAITS[event.data.reason] ?? "retry", at, failed);
   }
 
   _on_call_progress(event) {
@@ -132,6 +133,7 @@ export class Timeline {
     call.result = event.data;
     call.progress = null;
     this.idle = at;
+    if (call.parts.row.getAttribute("aria-expanded") === "true") this._open(call);
     this._queueNext(call.step, at);
   }
 
@@ -166,7 +168,8 @@ export class Timeline {
   // A step that was to come and never did is none.
   _dropUnbegun() {
     const last = [...this.steps.values()].at(-1);
-    if (!last?.number || last.calls.length || last.spans.some((span) => span.kind !== "queued")) return;
+    const begun = last?.calls.length || last?.spans.some((span) => span.kind !== "queued");
+    if (!last?.number || begun) return;
     last.element.remove();
     this.steps.delete(last.number);
     this.changed.delete(last);
@@ -180,8 +183,7 @@ export class Timeline {
     const step = { number, spans: [], calls: [], element: fill("step-template") };
     step.parts = rowParts(step.element);
     setText(step.parts.name, `Step ${number}`);
-    const toggle = () => this._toggle(step, step.parts.row.getAttribute("aria-expanded") !== "true");
-    step.parts.row.addEventListener("click", toggle);
+    step.parts.row.addEventListener("click", () => this._toggle(step, step.closed));
     step.closed = this.known > MANY_STEPS && number < this.known - NEWEST;
     this.steps.set(number, step);
     this.list.append(step.element);
@@ -249,7 +251,9 @@ export class Timeline {
     const bars = row.spans.filter((span) => span.to === null || span.to - span.from >= 1);
     const wanted = row.calls?.length ? [hull(row), ...bars] : bars;
     while (track.children.length > wanted.length) track.lastChild.remove();
-    wanted.forEach((span, at) => drawBar(track.children[at] ?? track.appendChild(el("span")), span));
+    wanted.forEach((span, at) => {
+      drawBar(track.children[at] ?? track.appendChild(el("span")), span);
+    });
     this._drawState(row, end);
     if (row.step) this._base(row.step);
     else this._base(row);
@@ -326,11 +330,14 @@ export class Timeline {
   }
 
   _show(call) {
-    const details = call.element.querySelector(".details");
     const open = call.parts.row.getAttribute("aria-expanded") !== "true";
     call.parts.row.setAttribute("aria-expanded", String(open));
-    details.hidden = !open;
-    if (open) this.open(call, details);
+    call.element.querySelector(".details").hidden = !open;
+    if (open) this._open(call);
+  }
+
+  _open(call) {
+    this.open(call, call.element.querySelector(".details"));
   }
 }
 
