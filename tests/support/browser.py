@@ -35,6 +35,13 @@ class Visit:
     page: Page
     errors: list[str] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
+    may_be_refused: bool = False
+    """Whether requests of it are meant to fail, which a browser notes as errors."""
+
+    def faults(self) -> list[str]:
+        """The errors and warnings that nobody meant to happen."""
+        refused = "Failed to load resource" if self.may_be_refused else "\0"
+        return [text for text in self.errors if refused not in text]
 
     def paths(self) -> list[str]:
         """The paths that were asked for, in order."""

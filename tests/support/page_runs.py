@@ -30,8 +30,10 @@ def start_run(
     store.create_run(
         run_id=run_id, agent=agent.name, messages=[goal_message(goal)], limits=agent.limits
     )
+    if not replies:
+        return
     loop = Loop(store, Agents([agent]), settings=store.settings)
-    coming: deque[Next] = deque([NextStep(run_id, 0)] if replies else [])
+    coming: deque[Next] = deque([NextStep(run_id, 0)])
     while coming:
         match coming.popleft():
             case NextStep(_, step):

@@ -380,7 +380,8 @@ function drawBar(bar, span) {
 }
 
 function tick(at, isLast) {
-  const made = el("span", { class: isLast ? "tick last" : "tick" }, at ? duration(at).replace(".0 ", " ") : "0");
+  const says = at ? duration(at).replace(".0 ", " ") : "0";
+  const made = el("span", { class: isLast ? "tick last" : "tick" }, says);
   made.style.setProperty("--from", at);
   return made;
 }
