@@ -31,14 +31,33 @@ run: $(VENV)/ready  ## Run the main job; GOAL="..." and WORKSPACE=folder change 
 run: export GOAL := $(GOAL)
 run: export WORKSPACE := $(WORKSPACE)
 
+# Wheels ship no browser, and Playwright's own download needs a server that not everybody reaches.
+.PHONY: browser
+browser:  ## Install Chromium for the tests of the run page, where it is missing
+	@for name in chromium chromium-browser google-chrome; do \
+		command -v $$name >/dev/null && exit 0; \
+	done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "Setting up Chromium ..."; \
+		apt-get -qq update && DEBIAN_FRONTEND=noninteractive \
+			apt-get -qq install -y --no-install-recommends chromium fonts-dejavu-core >/dev/null; \
+	else \
+		echo "The run page is tested in Chromium: install it (as root: apt-get install chromium)"; \
+		exit 1; \
+	fi
+
 # Most tests wait for workers and servers of theirs, so there may be more of them than cores.
 JOBS ?= 3
 # Workers start faster where what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: test
-test: $(VENV)/ready lint  ## Pass the linters, the type checker and the tests
+test: $(VENV)/ready browser lint  ## Pass the linters, the type checker and the tests
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+
+.PHONY: pictures
+pictures: $(VENV)/ready browser  ## Make the pictures in docs/images anew
+	@PYTHONPATH=.:tests $(BIN)/python tests/support/pictures.py
 
 .PHONY: lint
 lint: $(VENV)/ready  ## Check style and types

@@ -1257,14 +1257,17 @@ class RunStore:
         *,
         tenant: str | None = None,
         status: str | None = None,
+        stop_reason: str | None = None,
         agent: str | None = None,
+        part_of_id: str = "",
     ) -> Iterator[tuple[Place, RunRecord]]:
         """The runs behind a place, in the order of `list_runs`, each with its own place.
 
-        Given a `tenant`, a `status` or an `agent`, those of it alone. None is left out, whatever
-        starts or ends meanwhile; one that ends meanwhile may come twice.
+        Given a `tenant`, a `status`, a `stop_reason`, an `agent` or a part of the id, those of it
+        alone. None is left out, whatever starts or ends meanwhile; one that ends meanwhile may come
+        twice.
         """
-        wanted = {"tenant": tenant, "status": status, "agent": agent}
+        wanted = {"tenant": tenant, "status": status, "stop_reason": stop_reason, "agent": agent}
         sought = {name: value for name, value in wanted.items() if value is not None}
         while found := self._places_behind(place):
             with self.redis.pipeline(transaction=False) as pipe, reporting_redis_errors():
@@ -1272,7 +1275,8 @@ class RunStore:
                     pipe.hmget(keys.run(each.run_id), ["status", *sought])
                 fields: list[list[str | None]] = pipe.execute()
             for each, (known, *values) in zip(found, fields, strict=True):
-                if known is not None and values == [*sought.values()]:
+                fits = part_of_id in each.run_id and values == [*sought.values()]
+                if known is not None and fits:
                     with contextlib.suppress(RunNotFound, SchemaError):
                         yield each, self.read_run(each.run_id)
             place = found[-1]

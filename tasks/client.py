@@ -240,7 +240,9 @@ class Client:
         self,
         *,
         status: RunStatus | str | None = None,
+        stop_reason: StopReason | str | None = None,
         agent: str | None = None,
+        part_of_id: str = "",
         limit: int = 100,
         cursor: str | None = None,
     ) -> RunPage:
@@ -252,7 +254,14 @@ class Client:
             raise InvalidInput(f"status is one of {', '.join(RunStatus)}")
         tenant = None if self.principal is None else self.principal.tenant
         place = None if cursor is None else _read_cursor(cursor)
-        found = self.store.browse_runs(place, tenant=tenant, status=status, agent=agent)
+        found = self.store.browse_runs(
+            place,
+            tenant=tenant,
+            status=status,
+            stop_reason=stop_reason,
+            agent=agent,
+            part_of_id=part_of_id,
+        )
         # One more tells whether there are more.
         page = list(itertools.islice(found, limit + 1))
         more = page[limit - 1][0] if len(page) > limit else None

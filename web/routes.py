@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.responses import Response, StreamingResponse
 
 from runner.errors import CeleriacError
-from runner.models import Approval, Event, RunStatus
+from runner.models import Approval, Event, RunStatus, StopReason
 from runner.settings import STEPS_QUEUE
 from tasks import AsyncRun, CallInfo, Client, Run, RunDetails, RunInfo, RunPage
 from web.bodies import (
@@ -196,15 +196,25 @@ def submit(
 def list_runs(
     client: Acting,
     status: RunStatus | None = None,
+    stop_reason: StopReason | None = None,
     agent: str | None = None,
+    id: str = "",
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
     cursor: str | None = None,
 ) -> RunPage:
     """Runs that haven't ended, newest first, then the last that have.
 
-    `cursor` is that of the answer before; where it is null, there are no more.
+    `id` is any part of it. `cursor` is that of the answer before; where it is null, there are no
+    more.
     """
-    return client.browse(status=status, agent=agent, limit=limit, cursor=cursor)
+    return client.browse(
+        status=status,
+        stop_reason=stop_reason,
+        agent=agent,
+        part_of_id=id,
+        limit=limit,
+        cursor=cursor,
+    )
 
 
 # --- one run -----------------------------------------------------------------------------------

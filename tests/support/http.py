@@ -1,4 +1,4 @@
-"""An ASGI app behind a real server on a free port."""
+"""An ASGI app behind a real server on a free port, or on the one where it was before."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fastapi import FastAPI
 
 
 @contextlib.contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
+def serving(app: FastAPI, port: int = 0) -> Iterator[str]:
     """The app behind a real server in a thread; yields its address."""
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0), backlog=512) as bound:
+    with socket.create_server(("127.0.0.1", port), backlog=512) as bound:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         try:

@@ -1,0 +1,69 @@
+"""Runs for the run page without workers: made by the loop here and now, or event by event."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from runner import keys
+from runner.agents import Agents
+from runner.context import goal_message
+from runner.loop import CallTools, Loop, Next, NextStep
+from runner.store import RunStore
+from runner.testing import Reply, ScriptedModel
+from support.page_agents import clerk
+
+Told = tuple[float, str, int | None, str | None, dict[str, Any]]
+"""Seconds since the run was created, type, step, call, data."""
+
+
+def start_run(
+    store: RunStore, run_id: str, replies: Sequence[Reply] = (), *, goal: str = "go", **given: Any
+) -> None:
+    """Make a run and do all of it that needs nobody; `given` are fields of its agent."""
+    model = ScriptedModel(replies)
+    model.name = "fake-1"
+    agent = replace(clerk, model=model, **given)
+    store.create_run(
+        run_id=run_id, agent=agent.name, messages=[goal_message(goal)], limits=agent.limits
+    )
+    if not replies:
+        return
+    loop = Loop(store, Agents([agent]), settings=store.settings)
+    coming: deque[Next] = deque([NextStep(run_id, 0)])
+    while coming:
+        match coming.popleft():
+            case NextStep(_, step):
+                coming.append(loop.advance(run_id, step))
+            case CallTools(_, step, indexes):
+                coming.extend(loop.call_tool(run_id, step, index) for index in indexes)
+            case _:
+                pass
+    loop.close()
+
+
+def tell_events(store: RunStore, run_id: str, told: Sequence[Told]) -> None:
+    """Put these in the place of the run's events: real ones would all be of one moment."""
+    created = store.read_run(run_id).created
+    client: Any = store.redis
+    client.delete(keys.events(run_id))
+    for number, (at, kind, step, call, data) in enumerate(told, 1):
+        fields = {
+            "at": created + round(at * 1000),
+            "type": kind,
+            "step": "" if step is None else step,
+            "call": call or "",
+            "data": json.dumps(data),
+        }
+        client.xadd(keys.events(run_id), fields, id=f"{created}-{number}")
+
+
+def move_back(store: RunStore, run_id: str, seconds: float) -> None:
+    """Let a run have been created so much earlier."""
+    client: Any = store.redis
+    record = store.read_run(run_id)
+    for name, at in (("created", record.created), ("deadline", record.deadline)):
+        client.hset(keys.run(run_id), name, at - round(seconds * 1000))
