@@ -20,7 +20,7 @@ from tasks.hints import CALL_TOOL
 from tasks.recover import Recoverer
 from worker.checks import check_start
 from worker.config import HARD_LIMIT_MARGIN, merge_config, worker_config
-from worker.control import replace_revoke
+from worker.control import answer_about, replace_revoke
 from worker.shutdown import Drain
 
 QUEUES = {"steps": STEPS_QUEUE, "tools": TOOLS_QUEUE}
@@ -48,6 +48,7 @@ def make_app(settings: Settings, agents: Agents, *, pool: str = "prefork") -> Ce
     # The child ends its own tools in time; the parent's limit is for one that can't even do that.
     app.tasks[CALL_TOOL].time_limit = longest + HARD_LIMIT_MARGIN
     replace_revoke(store)
+    answer_about(store, agents)
     app.steps["worker"].add(recovery_step(app, loop, settings))
     return app
 

@@ -3,7 +3,7 @@
 | code | meaning |
 |---|---|
 | 0   | done; for `run` and `submit --wait`: the run ended `COMPLETED` |
-| 1   | the run ended otherwise; `ping`: no answer; `check`: a fault; `replay`: differs |
+| 1   | the run ended otherwise; `ping`: no answer; `check`, `doctor`: a fault; `replay`: differs |
 | 2   | bad input or configuration; nothing was changed |
 | 3   | Redis can't be reached, or what answers isn't Redis |
 | 4   | there is no such run |
@@ -56,7 +56,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 EXIT_CODES = """\
 exit codes:
   0    done; for run and submit --wait: the run ended COMPLETED
-  1    the run ended otherwise; ping: no worker answered; check: a fault; replay: it differs
+  1    the run ended otherwise; ping: no worker answered; check, doctor: a fault; replay: it differs
   2    bad input or configuration; nothing was changed
   3    Redis can't be reached, or what answers isn't Redis
   4    no such run
@@ -163,9 +163,11 @@ def _print_log(error: Exception) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from worker.demo import run_goal
+    from worker.live import is_live
 
     goal = _read_goal(options.goal)
-    return _code_of(run_goal(goal, options.agent, say=_say, style=_style()))
+    result = run_goal(goal, options.agent, say=_say, style=_style(), live=is_live())
+    return _code_of(result)
 
 
 def worker(options: argparse.Namespace) -> int:
@@ -253,6 +255,7 @@ def show(options: argparse.Namespace) -> int:
 
 def events(options: argparse.Namespace) -> int:
     from runner.errors import InvalidInput
+    from worker.live import follow, is_live
     from worker.show import EventView
 
     after = options.after
@@ -260,12 +263,12 @@ def events(options: argparse.Namespace) -> int:
         raise InvalidInput("--after takes the id of an event, such as 1764480000000-0")
     with _client(_settings()) as client:
         run = client.get(options.run)
-        view = EventView(run.info().created, _style())
-        for event in run.events(after):
-            if options.json:
+        if options.json:
+            for event in run.events(after):
                 _say_json(event.model_dump(mode="json"))
-            else:
-                _say(view.line(event))
+        else:
+            view = EventView(run.info().created, _style())
+            follow(run.events(after), view, say=_say, live=is_live())
     return DONE
 
 
@@ -418,6 +421,22 @@ def check(options: argparse.Namespace) -> int:
     else:
         _say("\n".join(faults) or f"{options.run} breaks no rule")
     return ENDED_OTHERWISE if faults else DONE
+
+
+def doctor(options: argparse.Namespace) -> int:
+    from worker.doctor import Verdict, examine, worst
+    from worker.show import describe_finding
+
+    style, findings = _style(), []
+    for each in examine(_settings(), patience=options.timeout):
+        findings.append(each)
+        if not options.json:
+            _say(describe_finding(each, style))
+    verdict = worst(findings)
+    if options.json:
+        found = [each.as_dict() for each in findings]
+        _say_json({"verdict": str(verdict), "findings": found})
+    return {Verdict.AWAY: NO_REDIS, Verdict.BAD: ENDED_OTHERWISE}.get(verdict, DONE)
 
 
 def result(options: argparse.Namespace) -> int:
@@ -711,6 +730,10 @@ def make_parser() -> argparse.ArgumentParser:
     _add_json(one)
 
     one = _add_run(add(check, "hold a run's record against the rules that every run keeps"))
+    _add_json(one)
+
+    one = add(doctor, "look at Redis, workers, versions, settings and what waits; say what to do")
+    one.add_argument("--timeout", type=_seconds, default=2.0, metavar="S", help="for an answer")
     _add_json(one)
 
     one = _add_run(add(delete, "remove an ended run and whatever points to it"))
