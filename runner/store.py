@@ -291,6 +291,7 @@ class RunStore:
         after: str | None = None,
         conversation: str | None = None,
         when_busy: str = "reject",
+        traceparent: str = "",
     ) -> tuple[Outcome, str]:
         """Write the record of a run. `limits` None: the first worker adopts the agent's own.
 
@@ -298,7 +299,7 @@ class RunStore:
         whose history it goes on from; where that isn't there (`STALE`) or hasn't ended (`BUSY`),
         nothing is written. In a `conversation` that has a live run it is refused (`BUSY`), or waits
         for its turn (`WAIT`); then the id is that of the live one. The last of `messages` is the
-        goal.
+        goal. `traceparent` is the W3C trace context of whoever submits.
         """
         tenant = principal.tenant if principal else ""
         record: dict[str, str | int] = {
@@ -313,6 +314,8 @@ class RunStore:
         }
         if conversation is not None:
             record["conversation"] = conversation
+        if traceparent:
+            record["traceparent"] = traceparent
         if limits:
             record |= limit_fields(limits)
         timeout = ms((limits or Limits()).timeout)

@@ -26,7 +26,7 @@ ROWS = [
     {"errors", "failpoints", "background", "interrupt", "scripts", "render", "images", "redact"},
     {"settings", "keys", "record", "schema", "reader", "profiles", "view", "limits"},
     {"tools", "store", "stream", "replies"},
-    {"clarify", "nudge", "model", "invariants", "approvals", "recording"},
+    {"clarify", "nudge", "model", "invariants", "approvals", "recording", "observe"},
     {"agents"},
     {"context", "answers", "decide", "calls", "budgets", "fork"},
     {"guards", "earlier"},

@@ -439,6 +439,30 @@ def doctor(options: argparse.Namespace) -> int:
     return {Verdict.AWAY: NO_REDIS, Verdict.BAD: ENDED_OTHERWISE}.get(verdict, DONE)
 
 
+def metrics(options: argparse.Namespace) -> int:
+    import signal
+
+    from runner.agents import Agents
+    from runner.store import RunStore
+    from worker.metrics import serve_fleet
+    from worker.survey import limits_of
+
+    settings = _settings()
+    # Blocked before a thread is started, so that none of them but this one is told.
+    ends = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    store = RunStore(settings)
+    limits = limits_of(_agents(settings) or Agents())
+    end = serve_fleet(options.address, store, limits)
+    _say(f"metrics of the fleet at http://{options.address}/metrics")
+    try:
+        signal.sigwait(ends)
+    finally:
+        end()
+        store.close()
+    return DONE
+
+
 def result(options: argparse.Namespace) -> int:
     from worker.show import printable
 
@@ -735,6 +759,9 @@ def make_parser() -> argparse.ArgumentParser:
     one = add(doctor, "look at Redis, workers, versions, settings and what waits; say what to do")
     one.add_argument("--timeout", type=_seconds, default=2.0, metavar="S", help="for an answer")
     _add_json(one)
+
+    one = add(metrics, "show Prometheus what the fleet holds: queues, limits, what is due")
+    one.add_argument("--address", default="127.0.0.1:9464", metavar="HOST:PORT")
 
     one = _add_run(add(delete, "remove an ended run and whatever points to it"))
     one.add_argument("--cancel", action="store_true", help="end it first where it hasn't ended")
