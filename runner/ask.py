@@ -138,7 +138,7 @@ class Asker:
             reply = self._observer.exchange(
                 record,
                 request,
-                getattr(model, "address", ""),
+                model,
                 lambda: self._hold_step(record, model, request, asked, stream=stream),
             )
         except ModelError as error:

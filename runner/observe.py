@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from runner.models import ModelReply, ModelRequest
+from runner.models import Model, ModelReply, ModelRequest
 from runner.record import RunRecord
 from runner.store import BegunCall, Outcome
 from runner.tools import Executed
@@ -28,10 +28,10 @@ class Observer:
         self,
         record: RunRecord,  # noqa: ARG002
         request: ModelRequest,  # noqa: ARG002
-        address: str,  # noqa: ARG002
+        model: Model,  # noqa: ARG002
         ask: Callable[[], ModelReply],
     ) -> ModelReply:
-        """A request to the model at `address` (empty: one of the user's own) and its answer."""
+        """A request to a model and its answer."""
         return ask()
 
     def call(

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from runner.errors import CeleriacError, ModelError, SettingsError
-from runner.models import ModelReply, ModelRequest
+from runner.models import Model, ModelReply, ModelRequest
 from runner.record import RunRecord
 from runner.store import BegunCall, Outcome, RunStore
 from runner.tools import Executed
@@ -65,7 +65,7 @@ class Metrics(Witness):
         self,
         record: RunRecord,  # noqa: ARG002
         request: ModelRequest,
-        address: str,  # noqa: ARG002
+        model: Model,  # noqa: ARG002
         ask: Callable[[], ModelReply],
     ) -> ModelReply:
         try:

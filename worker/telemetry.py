@@ -16,7 +16,7 @@ from celery.signals import worker_process_shutdown
 from runner import keys
 from runner.agents import Agents
 from runner.errors import CeleriacError
-from runner.models import ModelReply, ModelRequest
+from runner.models import Model, ModelReply, ModelRequest
 from runner.observe import Observer
 from runner.record import RunRecord
 from runner.settings import Settings
@@ -60,11 +60,11 @@ class Witnesses(Observer):
         self,
         record: RunRecord,
         request: ModelRequest,
-        address: str,
+        model: Model,
         ask: Callable[[], ModelReply],
     ) -> ModelReply:
         for each in self._members:
-            ask = partial(each.exchange, record, request, address, ask)
+            ask = partial(each.exchange, record, request, model, ask)
         return ask()
 
     def call(self, call: BegunCall, run: Callable[[], Executed | Outcome]) -> Executed | Outcome:
@@ -103,9 +103,9 @@ def make_observer(
     """
     members: list[Witness] = []
     if is_traced():
-        from worker.tracing import Tracing
+        from worker.tracing import Tracing, tracer_provider
 
-        members.append(Tracing(settings, agents))
+        members.append(Tracing(settings, agents, tracer_provider()))
     if settings.metrics_address:
         from worker.metrics import Metrics, keep_metrics, serve_worker
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,8 +17,8 @@ from urllib.parse import urlsplit
 
 from runner.agents import Agents
 from runner.errors import ModelError, SettingsError
-from runner.models import Final, ModelReply, ModelRequest, Usage
-from runner.profiles import profile_for
+from runner.model import OpenAIModel
+from runner.models import Final, Model, ModelReply, ModelRequest, Usage
 from runner.record import RunRecord
 from runner.redact import redact
 from runner.settings import Settings
@@ -36,11 +35,12 @@ MS = 1_000_000
 
 
 def trace_id_of(run_id: str) -> int:
-    """The run's id itself, since it is a UUID; else a hash of it."""
-    try:
-        return uuid.UUID(run_id).int
-    except ValueError:
-        return int.from_bytes(hashlib.sha256(run_id.encode()).digest()[:16], "big")
+    """The same in every process: a hash of the run's id.
+
+    Not the id itself: samplers go by the lower bits of a trace's, and those of a UUID aren't all
+    random, so that half of all runs would be none.
+    """
+    return int.from_bytes(hashlib.sha256(run_id.encode()).digest()[:16], "big") or 1
 
 
 def root_id_of(run_id: str, resumed: int) -> int:
@@ -70,7 +70,7 @@ class RunIds:
         return False
 
 
-def _provider() -> Any:
+def tracer_provider() -> Any:
     """The process's tracer provider: one that somebody has set up, or our own."""
     try:
         from opentelemetry import trace
@@ -88,19 +88,19 @@ def _provider() -> Any:
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         # Spans of a tool's own are then children of its call's.
         trace.set_tracer_provider(provider)
-    if not isinstance(provider.id_generator, RunIds):
-        provider.id_generator = RunIds(provider.id_generator)  # type: ignore[assignment]
     return provider
 
 
 class Tracing(Witness):
     """Makes `invoke_agent`, `chat` and `execute_tool` spans. Flushes when its process ends."""
 
-    def __init__(self, settings: Settings, agents: Agents) -> None:
+    def __init__(self, settings: Settings, agents: Agents, provider: Any) -> None:
         self._content = settings.trace_content
         self._redact = frozenset(settings.redact)
         self._agents = agents
-        self._traced_by = _provider()
+        self._traced_by = provider
+        # Before the tracer is made, which keeps the generator that it finds.
+        provider.id_generator = RunIds(provider.id_generator)
         self._tracer = self._traced_by.get_tracer("celeriac")
 
     def flush(self) -> None:
@@ -110,14 +110,13 @@ class Tracing(Witness):
         self,
         record: RunRecord,
         request: ModelRequest,
-        address: str,
+        model: Model,
         ask: Callable[[], ModelReply],
     ) -> ModelReply:
         attributes = {
             "gen_ai.operation.name": "chat",
-            "gen_ai.provider.name": profile_for(address).name if address else "custom",
             "gen_ai.request.model": request.model,
-            "server.address": urlsplit(address).hostname or "",
+            **_server_of(model),
         }
         with self._span("chat", request.model, record, attributes, client=True) as span:
             self._tell(span, record, "gen_ai.input.messages", _messages(request.messages))
@@ -255,6 +254,14 @@ def _submitter(record: RunRecord) -> list[Any]:
     context = TraceContextTextMapPropagator().extract(carrier, context=_nowhere())
     found = get_current_span(context).get_span_context()
     return [found] if found.is_valid else []
+
+
+def _server_of(model: Model) -> dict[str, str]:
+    """Whose model it is; nobody knows of one that is the user's own."""
+    if not isinstance(model, OpenAIModel):
+        return {"gen_ai.provider.name": "custom"}
+    host = urlsplit(f"//{model.address}").hostname or ""
+    return {"gen_ai.provider.name": model.profile.name, "server.address": host}
 
 
 def _usage(usage: Usage) -> dict[str, int]:

@@ -27,6 +27,7 @@ from support.fleet import wait_for
 from support.model_server import calls, error, final
 from support.stage import Stage, open_stage
 from tasks import Run
+from worker.tracing import trace_id_of
 
 PLANTED = "planted-"
 
@@ -66,7 +67,7 @@ class Collector(ThreadingHTTPServer):
 
     def trace_of(self, run: Run) -> dict[str, list[dict[str, Any]]]:
         """A run's spans by name, once its root is there."""
-        trace_id = run.id.replace("-", "")
+        trace_id = trace.format_trace_id(trace_id_of(run.id))
         wait_for(lambda: any(not each["parent"] for each in self.spans[trace_id]))
         found = defaultdict(list)
         for each in self.spans[trace_id]:
