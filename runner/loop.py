@@ -1068,9 +1068,10 @@ def _limit_message(limit: str, limits: Limits) -> str:
 def _log_step(record: RunRecord, asked: Asked, started: float) -> None:
     failed = [each["error"]["type"] for each in asked.exchanges if "error" in each]
     logger.info(
-        "run=%s step=%d requests=%d tokens=%d errors=%s ms=%d",
+        "run=%s step=%d attempt=%d requests=%d tokens=%d errors=%s ms=%d",
         record.run_id,
         record.step,
+        record.epoch,
         len(asked.exchanges),
         asked.usage.total_tokens,
         ",".join(failed) or "none",

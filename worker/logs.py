@@ -15,6 +15,9 @@ from celery.signals import after_setup_logger, after_setup_task_logger
 
 TOLD = re.compile(r"\b(run|step|call|attempt)=([\w.-]+)")
 
+CALL = re.compile(r"(?:([\w-]+)\.)?(\d+)\.(\d+)")
+"""A call's public id, or the one that begins with its run's."""
+
 TASK = re.compile(r"\bceleriac\.\w+\[([\w-]+)(?:\.(\d+))?(?:\.(\d+))?\]")
 """How Celery names one of our tasks: its id is that of a run, a step or a call."""
 
@@ -43,8 +46,10 @@ def _fields(message: str) -> dict[str, Any]:
         run_id, step, index = task.groups()
         fields = {"run": run_id, "step": step, "index": index}
     fields |= dict(TOLD.findall(message))
-    if call := fields.get("call"):
-        fields["step"], _, fields["index"] = str(call).rpartition(".")
+    if call := CALL.fullmatch(str(fields.get("call"))):
+        run_id, step, index = call.groups()
+        fields |= {"run": run_id or fields.get("run"), "step": step, "index": index}
+        fields["call"] = f"{step}.{index}"
     numbers = ("step", "index", "attempt")
     return {
         name: int(value) if name in numbers and str(value).isdigit() else value

@@ -222,6 +222,10 @@ def test_the_form_of_the_log_is_one_that_there_is() -> None:
             "run=r-1 call=2.0 tool=add outcome=OK attempt=3 chars=1",
             {"run": "r-1", "step": 2, "call": "2.0", "index": 0, "attempt": 3},
         ),
+        (
+            "call=r-1.2.0 can't tell its progress: away",
+            {"run": "r-1", "step": 2, "call": "2.0", "index": 0},
+        ),
         ("Task celeriac.step[r-1.4] received", {"run": "r-1", "step": 4}),
         (
             "Task celeriac.call_tool[r-1.4.2] succeeded in 0.1s: 'add OK'",
