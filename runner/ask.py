@@ -28,6 +28,7 @@ from runner.models import (
     StreamingModel,
     Usage,
 )
+from runner.observe import Observer
 from runner.record import RunRecord
 from runner.render import clean
 from runner.replies import describe_error, describe_reply
@@ -103,8 +104,11 @@ class Heard:
 class Asker:
     """Makes the model calls of this process, and lets go of all of them when it stops."""
 
-    def __init__(self, store: RunStore, settings: Settings) -> None:
+    def __init__(
+        self, store: RunStore, settings: Settings, observer: Observer | None = None
+    ) -> None:
         self._store = store
+        self._observer = observer or Observer()
         self._settings = settings
         self._calls: set[Call] = set()
         self.stopping = False
@@ -131,7 +135,12 @@ class Asker:
         asked.exchanges.append(exchange)
         started = time.monotonic()
         try:
-            reply = self._hold_step(record, model, request, asked, stream=stream)
+            reply = self._observer.exchange(
+                record,
+                request,
+                model,
+                lambda: self._hold_step(record, model, request, asked, stream=stream),
+            )
         except ModelError as error:
             usage = (error.usage or _cost_of(error)).priced(price)
             exchange["error"] = describe_error(error)

@@ -117,6 +117,11 @@ def wake(reader: str) -> str:
     return f"celeriac:wake:{reader}"
 
 
+def told(run_id: str, resumed: int) -> str:
+    """STRING, for an hour: one of the processes that know of this end tells telemetry of it."""
+    return f"celeriac:told:{run_id}.{resumed}"
+
+
 def call_id(step: int, index: int) -> str:
     """The public id of a call, e.g. `3.0`."""
     return f"{step}.{index}"

@@ -66,6 +66,7 @@ from runner.models import (
     Usage,
 )
 from runner.nudge import Nudges
+from runner.observe import Observer
 from runner.record import RunRecord, dump
 from runner.redact import redact
 from runner.render import clean
@@ -178,7 +179,7 @@ class Loop:
     """Drives runs. Holds no state of a run: that is in the store alone.
 
     `model` answers for agents that name a model; `kill` ends this process when a tool won't let go
-    (None: it is waited for, as in a test).
+    (None: it is waited for, as in a test); `observer` looks on.
     """
 
     def __init__(
@@ -189,13 +190,15 @@ class Loop:
         settings: Settings,
         model: Model | None = None,
         kill: Callable[[], None] | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self.store = store
+        self.observer = observer or Observer()
         self.agents = agents
         self.settings = settings
         self._model = model or OpenAIModel(profile=settings.model_profile or None)
         self._nudges = Nudges(store)
-        self._asker = Asker(store, settings)
+        self._asker = Asker(store, settings, self.observer)
         self._calls = CallRunner(store, settings.renew_every, kill)
 
     @property
@@ -210,6 +213,10 @@ class Loop:
     def release(self) -> None:
         """This process stops: let go of every model call, so that another worker makes it."""
         self._asker.release()
+
+    def hear_ends(self) -> None:
+        """Tell the observer of ends that come from outside, such as a client's cancel."""
+        self._nudges.hear(self.observer.ended)
 
     def close(self) -> None:
         """Stop listening for nudges."""
@@ -238,7 +245,9 @@ class Loop:
         reach(Point.STEP_BEGUN)
         started = time.monotonic()
         try:
-            answer = self._take_step(record, begun.history, asked)
+            answer = self.observer.step(
+                record, lambda: self._take_step(record, begun.history, asked)
+            )
         except (CeleriacError, redis.RedisError):
             raise  # Redis is away: recovery brings the step back. A test's script is the test's.
         except Exception as error:  # noqa: BLE001 - what is the agent's own may raise anything
@@ -618,14 +627,19 @@ class Loop:
 
     # --- one call ---------------------------------------------------------------------------------
 
-    def call_tool(self, run_id: str, step: int, index: int) -> Next:
-        """Run one call of a step, and record its result; the last one opens the next step."""
+    def call_tool(
+        self, run_id: str, step: int, index: int, *, tell: Callable[[str], object] = str
+    ) -> Next:
+        """Run one call of a step, and record its result; the last one opens the next step.
+
+        `tell` is told the tool and how it went, in two words.
+        """
         keeper = keeper_of_this_thread()
         keeper.expect()
         with self._nudges.watch(run_id, keeper.nudge):
-            return self._call_tool(run_id, step, index)
+            return self._call_tool(run_id, step, index, tell)
 
-    def _call_tool(self, run_id: str, step: int, index: int) -> Next:
+    def _call_tool(self, run_id: str, step: int, index: int, tell: Callable[[str], object]) -> Next:
         call = self.store.begin_call(run_id, step, index)
         if isinstance(call, Outcome):
             return Skip(run_id, call)
@@ -633,12 +647,13 @@ class Loop:
             return self._stop(call.record, call.outcome)
         reach(Point.CALL_BEGUN)
         tool = self._tool(call)
-        executed = self._calls.run(call, tool)
+        executed = self.observer.call(call, lambda: self._calls.run(call, tool))
         reach(Point.CALL_RAN)
         if isinstance(executed, Outcome):
             return self._let_go(call.record, executed)
         result = executed.result
         _log_call(call.record, result)
+        tell(f"{result.name} {result.error.type if result.error else 'OK'}")
         if tool is None and call.outcome is Outcome.OK:
             outcome = self._insist(
                 self.store.retry_call, call, delay=PASS_ON_DELAY, result=result, passes=MAX_PASSES
@@ -696,7 +711,9 @@ class Loop:
             return CallTools(run_id, step, (index,))
         if isinstance(call, Outcome):
             return Skip(run_id, call)
-        return self._record(call, self._calls.give_up_on(call), None)
+        given_up = self._calls.give_up_on(call)
+        self.observer.call(call, lambda: given_up)
+        return self._record(call, given_up, None)
 
     # --- ends and recovery ------------------------------------------------------------------------
 
@@ -849,6 +866,7 @@ class Loop:
             stop_reason,
             error.type if error else None,
         )
+        self.observer.ended(record.run_id)
         return Finish(record.run_id, stop_reason, ended.promised, ended.following)
 
     def _trace(
@@ -1052,9 +1070,10 @@ def _limit_message(limit: str, limits: Limits) -> str:
 def _log_step(record: RunRecord, asked: Asked, started: float) -> None:
     failed = [each["error"]["type"] for each in asked.exchanges if "error" in each]
     logger.info(
-        "run=%s step=%d requests=%d tokens=%d errors=%s ms=%d",
+        "run=%s step=%d attempt=%d requests=%d tokens=%d errors=%s ms=%d",
         record.run_id,
         record.step,
+        record.epoch,
         len(asked.exchanges),
         asked.usage.total_tokens,
         ",".join(failed) or "none",

@@ -32,6 +32,15 @@ class Nudges:
         self._listening = threading.Event()
         self._lock = threading.Lock()
         self._watchers: dict[str, set[Callable[[], object]]] = defaultdict(set)
+        self._hearers: list[Callable[[str], object]] = []
+
+    def hear(self, callback: Callable[[str], object]) -> None:
+        """Call `callback` (from the listener's thread) with the id of each run that is so ended.
+
+        In this process alone: a child that is forked later doesn't hear.
+        """
+        self._start()
+        self._hearers.append(callback)
 
     @contextlib.contextmanager
     def watch(self, run_id: str, callback: Callable[[], object]) -> Iterator[None]:
@@ -67,6 +76,7 @@ class Nudges:
         # its lock may have been held.
         self._lock = threading.Lock()
         self._watchers = defaultdict(set)
+        self._hearers = []
         self._listening = threading.Event()
         self._pid = os.getpid()
         threading.Thread(target=self._listen, name="celeriac-nudges", daemon=True).start()
@@ -93,6 +103,8 @@ class Nudges:
             callbacks = tuple(self._watchers.get(run_id, ()))
         for callback in callbacks:
             callback()
+        for hear in tuple(self._hearers):
+            hear(run_id)
 
 
 _starting = threading.Lock()

@@ -78,6 +78,7 @@ class RunRecord:
     after: str | None = None
     conversation: str | None = None
     tool_answers: int = 0
+    traceparent: str = ""
 
     @property
     def tenant(self) -> str:
@@ -290,6 +291,7 @@ def parse_record(run_id: str, fields: Mapping[str, str], now: int) -> RunRecord:
         after=fields.get("after") or None,
         conversation=fields.get("conversation") or None,
         tool_answers=number("tool_answers"),
+        traceparent=fields.get("traceparent", ""),
     )
 
 

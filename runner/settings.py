@@ -37,6 +37,8 @@ class Settings:
     tokens a minute are those of one model endpoint, shared by all workers; 0 is no limit.
     `hint_grace` is how long a published hint may take before recovery asks where it is.
     `max_result_chars` is how much of a result that was cut for the model is kept for the user.
+    `metrics_address` is a `host:port` at which a worker shows its metrics (none: it has none),
+    `log_format` is `text` or `json`, and with `trace_content` spans hold what was said.
     `retention_by_stop_reason` holds texts such as `ERROR=604800`, for ends that are to be read for
     longer or shorter than `retention`.
     """
@@ -64,6 +66,9 @@ class Settings:
     tools_concurrency: int = 0
     model_requests_per_minute: int = 0
     model_tokens_per_minute: int = 0
+    metrics_address: str = ""
+    log_format: str = "text"
+    trace_content: bool = False
     allow_insecure_redis: bool = False
     allow_unlimited_tools: bool = False
     retention_by_stop_reason: tuple[str, ...] = ()
@@ -91,11 +96,21 @@ class Settings:
         for name in ("drain", "max_result_chars"):
             if not 0 <= getattr(self, name) < LONGEST:
                 raise SettingsError(f"{_variable(name)} must be 0 or more, and finite")
+        self._check_watching()
         self._retentions()  # read once, to refuse what can't be
         if self.renew_every >= self.lease:
             raise SettingsError(
                 "CELERIAC_RENEW_EVERY must be smaller than CELERIAC_LEASE, or every attempt would "
                 "lose its lease; a third of it is usual"
+            )
+
+    def _check_watching(self) -> None:
+        if self.log_format not in ("text", "json"):
+            raise SettingsError("CELERIAC_LOG_FORMAT must be text or json")
+        host, _, port = self.metrics_address.rpartition(":")
+        if self.metrics_address and not (host and port.isdigit()):
+            raise SettingsError(
+                "CELERIAC_METRICS_ADDRESS must be host:port, such as 127.0.0.1:9101"
             )
 
     def retention_of(self, stop_reason: StopReason) -> float:

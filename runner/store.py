@@ -311,6 +311,7 @@ class RunStore:
         conversation: str | None = None,
         when_busy: str = "reject",
         request: str = "",
+        traceparent: str = "",
     ) -> tuple[Outcome, str]:
         """Write the record of a run. `limits` None: the first worker adopts the agent's own.
 
@@ -320,7 +321,7 @@ class RunStore:
         whose history it goes on from; where that isn't there (`STALE`) or hasn't ended (`BUSY`),
         nothing is written. In a `conversation` that has a live run it is refused (`BUSY`), or waits
         for its turn (`WAIT`); then the id is that of the live one. The last of `messages` is the
-        goal.
+        goal. `traceparent` is the W3C trace context of whoever submits.
         """
         tenant = principal.tenant if principal else ""
         record: dict[str, str | int] = {
@@ -337,6 +338,8 @@ class RunStore:
             record["conversation"] = conversation
         if idempotency_key is not None:
             record["request"] = request
+        if traceparent:
+            record["traceparent"] = traceparent
         if limits:
             record |= limit_fields(limits)
         timeout = ms((limits or Limits()).timeout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -122,6 +123,7 @@ def accept_goal(
         conversation=conversation,
         when_busy=when_busy,
         request=request,
+        traceparent=_current_traceparent(),
     )
     match outcome:
         case Outcome.EXISTS if same_request and store.read_request(known_id) not in (None, request):
@@ -207,6 +209,17 @@ def _read_options(args: Sequence[Any], given: Mapping[str, Any]) -> dict[str, An
             f"celeriac.start: {', '.join(faults[:MAX_FAULTS])}; it takes {', '.join(START_TAKES)}"
         )
     return options | dict(given)
+
+
+def _current_traceparent() -> str:
+    """The trace context of whoever submits, if it traces at all; the run's trace links to it."""
+    if "opentelemetry.trace" not in sys.modules:
+        return ""
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return carrier.get("traceparent", "")
 
 
 def new_run_id(now: float | None = None, random_bits: int | None = None) -> str:

@@ -16,7 +16,7 @@ from celery import Celery, states
 from runner.errors import AgentError, CeleriacError, InvalidInput, RunNotFound
 from runner.failpoints import Point, reach
 from runner.keys import RUN_ID
-from runner.loop import Loop, NextStep
+from runner.loop import CallTools, Finish, Loop, Next, NextStep, Skip, Wait
 from runner.store import RunStore
 from tasks.accept import accept_start
 from tasks.deliver import store_started
@@ -63,18 +63,37 @@ def add_tasks(app: Celery, loop: Loop) -> None:
                 publish(app, loop.store, NextStep(accepted.following, 0))
 
     @app.task(name=STEP, shared=False, Request=Step)
-    def step(run_id: str, step: int) -> None:
-        publish(app, loop.store, loop.advance(run_id, step))
+    def step(run_id: str, step: int) -> str:
+        coming = loop.advance(run_id, step)
+        publish(app, loop.store, coming)
         reach(Point.STEP_PUBLISHED)
+        return _in_words(coming)
 
     @app.task(name=CALL_TOOL, shared=False, Request=Call)
-    def call_tool(run_id: str, step: int, index: int) -> None:
-        publish(app, loop.store, loop.call_tool(run_id, step, index))
+    def call_tool(run_id: str, step: int, index: int) -> str:
+        told = [""]
+        publish(app, loop.store, loop.call_tool(run_id, step, index, tell=told.append))
         reach(Point.CALL_PUBLISHED)
+        return told[-1]
 
     @app.task(name=PING, shared=False)
     def ping(token: str) -> None:
         loop.store.answer_ping(token)
+
+
+def _in_words(coming: Next) -> str:
+    """What Flower and the log show of a step that is done: no content."""
+    match coming:
+        case CallTools(calls=calls):
+            return f"calls {', '.join(map(str, calls))}"
+        case NextStep(step=step):
+            return f"step {step} is next"
+        case Finish(stop_reason=stop_reason):
+            return str(stop_reason)
+        case Skip(outcome=outcome):
+            return f"skipped: {outcome}"
+        case Wait():
+            return "waits"
 
 
 def store_refused(app: Celery, store: RunStore, run_id: str, error: CeleriacError) -> None:

@@ -50,6 +50,7 @@ class Recoverer:
                 found = self._loop.recover(run_id)
                 if not isinstance(found, Skip):
                     logger.info("run=%s recovered: %s", run_id, type(found).__name__)
+                    self._loop.observer.recovered(type(found).__name__)
                 publish(self._app, self._loop.store, found)
             except SchemaError as error:
                 logger.debug("run=%s is left to others: %s", run_id, error)

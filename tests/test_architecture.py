@@ -27,7 +27,7 @@ ROWS = [
     {"settings", "keys", "record", "schema", "reader", "profiles", "view", "limits"},
     {"history"},
     {"tools", "store", "stream", "replies"},
-    {"clarify", "nudge", "keeper", "model", "invariants", "approvals", "recording"},
+    {"clarify", "nudge", "keeper", "model", "invariants", "approvals", "recording", "observe"},
     {"agents"},
     {"context", "answers", "decide", "calls", "budgets", "fork"},
     {"guards", "earlier"},

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
 import socket
+from functools import partial
 from typing import Any
 
 from celery import Celery, bootsteps
@@ -13,6 +15,7 @@ from celery import Celery, bootsteps
 from runner.agents import Agents, load_agents
 from runner.errors import SettingsError
 from runner.loop import Loop
+from runner.observe import Observer
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
 from runner.store import RunStore
 from tasks.agent import add_tasks
@@ -20,9 +23,11 @@ from tasks.hints import CALL_TOOL, let_scripts_send
 from tasks.recover import Recoverer
 from worker.checks import check_start
 from worker.config import HARD_LIMIT_MARGIN, merge_config, worker_config
-from worker.control import replace_revoke
+from worker.control import answer_about, replace_revoke
+from worker.logs import log_as_json
 from worker.pool import OneLineOfLoss
 from worker.shutdown import Drain
+from worker.telemetry import Witnesses, make_observer
 
 QUEUES = {"steps": STEPS_QUEUE, "tools": TOOLS_QUEUE}
 
@@ -34,7 +39,13 @@ POOLS = {"prefork": "worker.pool:ToolPool", "threads": "threads", "solo": "solo"
 CONCURRENCY = {"steps": 32, "tools": os.cpu_count() or 1}
 
 
-def make_app(settings: Settings, agents: Agents, *, pool: str = "prefork") -> Celery:
+def make_app(
+    settings: Settings,
+    agents: Agents,
+    *,
+    pool: str = "prefork",
+    observer: Observer | None = None,
+) -> Celery:
     """A Celery app with the tasks of the loop and recovery in every worker that it starts."""
     app = Celery("celeriac")
     app.conf.update(worker_config(settings))
@@ -42,14 +53,15 @@ def make_app(settings: Settings, agents: Agents, *, pool: str = "prefork") -> Ce
         _add_config(app, settings)
     store = RunStore(settings)
     # Only a pool of processes can end one of them without ending the others' work.
-    kill = end_process if pool == "prefork" else None
-    loop = Loop(store, agents, settings=settings, kill=kill)
+    kill = partial(end_process, observer) if pool == "prefork" else None
+    loop = Loop(store, agents, settings=settings, kill=kill, observer=observer)
     add_tasks(app, loop)
     longest = max((tool.timeout for each in agents.values() for tool in each.toolbox), default=0)
     # The child ends its own tools in time; the parent's limit is for one that can't even do that.
     app.tasks[CALL_TOOL].time_limit = longest + HARD_LIMIT_MARGIN
     let_scripts_send(app, store)
     replace_revoke(store)
+    answer_about(store, agents)
     app.steps["worker"].add(recovery_step(app, loop, settings))
     return app
 
@@ -66,6 +78,8 @@ def recovery_step(app: Celery, loop: Loop, settings: Settings) -> type[bootsteps
 
         def start(self, parent: Any) -> None:  # noqa: ARG002 - Celery's signature
             self.recoverer.start()
+            if isinstance(loop.observer, Witnesses):
+                loop.hear_ends()
 
         def stop(self, parent: Any) -> None:  # noqa: ARG002
             self.recoverer.stop()
@@ -87,11 +101,29 @@ def run_worker(
     settings = Settings.from_env()
     agents = load_agents(settings.agents)
     pool = pool or DEFAULT_POOL[queue]
-    app = make_app(settings, agents, pool=pool)
-    store = RunStore(settings)
-    store.check()
-    check_start(app, store, settings, queue=queue, pool=pool)
-    store.close()
+    with contextlib.ExitStack() as parts:
+        store = RunStore(settings)
+        parts.callback(store.close)
+        observer = make_observer(settings, store, agents, parts)
+        app = make_app(settings, agents, pool=pool, observer=observer)
+        store.check()
+        check_start(app, store, settings, queue=queue, pool=pool)
+        if in_json := settings.log_format == "json":
+            log_as_json()
+        return _serve(
+            app, queue, concurrency=concurrency, pool=pool, loglevel=loglevel, quiet=in_json
+        )
+
+
+def _serve(
+    app: Celery,
+    queue: str,
+    *,
+    concurrency: int | None,
+    pool: str,
+    loglevel: str,
+    quiet: bool,
+) -> int:
     # One line for each request, with its URL, is the SDK's habit and not ours.
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     logging.getLogger("celery.worker.request").addFilter(OneLineOfLoss())
@@ -103,6 +135,7 @@ def run_worker(
         concurrency=concurrency or CONCURRENCY[queue],
         queues=[QUEUES[queue]],
         loglevel=loglevel,
+        quiet=quiet,  # the banner is no JSON
         # Neither is needed, and both cost messages for each worker that is added.
         without_gossip=True,
         without_mingle=True,
@@ -125,6 +158,8 @@ def _add_config(app: Celery, settings: Settings) -> None:
     app.conf.update(merge_config(settings, given))
 
 
-def end_process() -> None:
+def end_process(observer: Observer | None = None) -> None:
     """End a pool child at once, with the tool that won't let go; its parent starts another."""
+    if isinstance(observer, Witnesses):
+        observer.flush()
     os._exit(70)

@@ -27,13 +27,18 @@ _VARIABLES = {
 def check_start(app: Celery, store: RunStore, settings: Settings, *, queue: str, pool: str) -> None:
     """Raise `SettingsError` where a worker would run, but break a promise."""
     check_redis_url("CELERIAC_REDIS_URL", settings.redis_url, settings)
+    check_configuration(app, settings)
+    _check_eviction(store)
+    _check_pool(settings, queue, pool)
+
+
+def check_configuration(app: Celery, settings: Settings) -> None:
+    """Raise `SettingsError` where Celery's settings break a promise, whoever has changed them."""
     _check_promises(app, settings)
     # By now these are what Celery connects to, whatever else the environment says.
     check_redis_url("CELERIAC_BROKER_URL", app.conf.broker_read_url, settings)
     check_redis_url("CELERIAC_BROKER_URL", app.conf.broker_write_url, settings)
     check_redis_url("CELERIAC_RESULT_BACKEND", app.conf.result_backend or "", settings)
-    _check_eviction(store)
-    _check_pool(settings, queue, pool)
     _check_config(app)
 
 

@@ -3,7 +3,7 @@
 | code | meaning |
 |---|---|
 | 0   | done; for `run` and `submit --wait`: the run ended `COMPLETED` |
-| 1   | the run ended otherwise; `ping`: no answer; `check`: a fault; `replay`: differs |
+| 1   | the run ended otherwise; `ping`: no answer; `check`, `doctor`: a fault; `replay`: differs |
 | 2   | bad input or configuration; nothing was changed |
 | 3   | Redis can't be reached, or what answers isn't Redis |
 | 4   | there is no such run |
@@ -56,7 +56,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 EXIT_CODES = """\
 exit codes:
   0    done; for run and submit --wait: the run ended COMPLETED
-  1    the run ended otherwise; ping: no worker answered; check: a fault; replay: it differs
+  1    the run ended otherwise; ping: no worker answered; check, doctor: a fault; replay: it differs
   2    bad input or configuration; nothing was changed
   3    Redis can't be reached, or what answers isn't Redis
   4    no such run
@@ -163,9 +163,11 @@ def _print_log(error: Exception) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from worker.demo import run_goal
+    from worker.live import is_live
 
     goal = _read_goal(options.goal)
-    return _code_of(run_goal(goal, options.agent, say=_say, style=_style()))
+    result = run_goal(goal, options.agent, say=_say, style=_style(), live=is_live())
+    return _code_of(result)
 
 
 def worker(options: argparse.Namespace) -> int:
@@ -273,6 +275,7 @@ def show(options: argparse.Namespace) -> int:
 
 def events(options: argparse.Namespace) -> int:
     from runner.errors import InvalidInput
+    from worker.live import follow, is_live
     from worker.show import EventView
 
     after = options.after
@@ -280,12 +283,12 @@ def events(options: argparse.Namespace) -> int:
         raise InvalidInput("--after takes the id of an event, such as 1764480000000-0")
     with _client(_settings()) as client:
         run = client.get(options.run)
-        view = EventView(run.info().created, _style())
-        for event in run.events(after):
-            if options.json:
+        if options.json:
+            for event in run.events(after):
                 _say_json(event.model_dump(mode="json"))
-            else:
-                _say(view.line(event))
+        else:
+            view = EventView(run.info().created, _style())
+            follow(run.events(after), view, say=_say, live=is_live())
     return DONE
 
 
@@ -438,6 +441,46 @@ def check(options: argparse.Namespace) -> int:
     else:
         _say("\n".join(faults) or f"{options.run} breaks no rule")
     return ENDED_OTHERWISE if faults else DONE
+
+
+def doctor(options: argparse.Namespace) -> int:
+    from worker.doctor import Verdict, examine, worst
+    from worker.show import describe_finding
+
+    style, findings = _style(), []
+    for each in examine(_settings(), patience=options.timeout):
+        findings.append(each)
+        if not options.json:
+            _say(describe_finding(each, style))
+    verdict = worst(findings)
+    if options.json:
+        found = [each.as_dict() for each in findings]
+        _say_json({"verdict": str(verdict), "findings": found})
+    return {Verdict.AWAY: NO_REDIS, Verdict.BAD: ENDED_OTHERWISE}.get(verdict, DONE)
+
+
+def metrics(options: argparse.Namespace) -> int:
+    import signal
+
+    from runner.agents import Agents
+    from runner.store import RunStore
+    from worker.metrics import serve_fleet
+    from worker.survey import limits_of
+
+    settings = _settings()
+    # Blocked before a thread is started, so that none of them but this one is told.
+    ends = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    store = RunStore(settings)
+    limits = limits_of(_agents(settings) or Agents())
+    end = serve_fleet(options.address, store, limits)
+    _say(f"metrics of the fleet at http://{options.address}/metrics")
+    try:
+        signal.sigwait(ends)
+    finally:
+        end()
+        store.close()
+    return DONE
 
 
 def result(options: argparse.Namespace) -> int:
@@ -736,6 +779,13 @@ def make_parser() -> argparse.ArgumentParser:
 
     one = _add_run(add(check, "hold a run's record against the rules that every run keeps"))
     _add_json(one)
+
+    one = add(doctor, "look at Redis, workers, versions, settings and what waits; say what to do")
+    one.add_argument("--timeout", type=_seconds, default=2.0, metavar="S", help="for an answer")
+    _add_json(one)
+
+    one = add(metrics, "show Prometheus what the fleet holds: queues, limits, what is due")
+    one.add_argument("--address", default="127.0.0.1:9464", metavar="HOST:PORT")
 
     one = _add_run(add(delete, "remove an ended run and whatever points to it"))
     one.add_argument("--cancel", action="store_true", help="end it first where it hasn't ended")

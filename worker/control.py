@@ -2,18 +2,23 @@
 
 A revoke alone is a broadcast that nobody may hear, and for a task that runs it does nothing. Here
 it becomes the run's cancel, which is written down; the interrupt of what runs follows from that.
+And the command by which a worker says what it runs.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import time
+from importlib import metadata
 from typing import Any
 
+import celery
 from celery.worker import state as worker_state
 from celery.worker.control import Panel
 from celery.worker.control import revoke as celery_revoke
 
+from runner.agents import Agents
 from runner.errors import CeleriacError
 from runner.keys import RUN_ID
 from runner.loop import Finish, cancel_run
@@ -47,6 +52,37 @@ def replace_revoke(store: RunStore) -> None:
         if not others:
             return {"ok": f"runs of tasks {ended} cancelled, or ended before"}
         return celery_revoke(state, others, terminate=terminate, signal=signal, **options)
+
+
+ABOUT = "celeriac_about"
+
+
+def answer_about(store: RunStore, agents: Agents) -> None:
+    """Have this process say what it runs, when somebody asks (`celeriac doctor`)."""
+
+    @Panel.register(name=ABOUT, type="inspect")
+    def about(state: Any) -> dict[str, Any]:
+        """Versions, queues, agents with their fingerprints, and this clock beside Redis'."""
+        return {
+            "celeriac": installed_version(),
+            "celery": celery.__version__,
+            "queues": sorted(each.name for each in state.consumer.task_consumer.queues),
+            "agents": {name: agent.fingerprint for name, agent in agents.items()},
+            "clock": clock_difference(store, time.time()),
+        }
+
+
+def installed_version() -> str:
+    try:
+        return metadata.version("celeriac")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def clock_difference(store: RunStore, now: float) -> float:
+    """Seconds by which `now`, taken just before, is ahead of Redis' clock."""
+    seconds, micros = store.redis.time()
+    return round(now - float(seconds) - float(micros) / 1e6, 3)
 
 
 def _end_run(app: Any, store: RunStore, task_id: str) -> bool:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Self
@@ -25,6 +25,7 @@ from runner.models import FinalResult
 from runner.settings import Settings
 from tasks import Client, Run
 from worker.embedded import embedded_server
+from worker.live import Say, follow
 from worker.offline_model import OfflineModel
 from worker.show import EventView, Style, describe_result
 
@@ -41,8 +42,6 @@ LOOPBACK = "127.0.0.1,localhost"
 QUIET = frozenset({"run.created", "call.queued"})
 """Events that the live view leaves out: what follows on them says the same."""
 
-Say = Callable[[str], None]
-
 
 class WorkerDied(CeleriacError):
     """A worker of the demo ended by itself; `log` is what it said."""
@@ -53,7 +52,9 @@ class WorkerDied(CeleriacError):
         self.log = log
 
 
-def run_goal(goal: str, agent: str | None, *, say: Say, style: Style) -> FinalResult:
+def run_goal(
+    goal: str, agent: str | None, *, say: Say, style: Style, live: bool = False
+) -> FinalResult:
     """Run one goal with a server, workers and, without a key, a model of its own."""
     environ = dict(os.environ)
     environ["CELERIAC_AGENTS"] = ",".join(_agent_modules(environ))
@@ -84,20 +85,19 @@ def run_goal(goal: str, agent: str | None, *, say: Say, style: Style) -> FinalRe
         run = client.submit(goal, agent=name)
         try:
             workers.watch(run)
-            return _follow(run, name, workers, say=say, style=style)
+            return _follow(run, name, workers, say=say, style=style, live=live)
         except BaseException:
             with contextlib.suppress(CeleriacError):
                 run.cancel("celeriac run was stopped")
             raise
 
 
-def _follow(run: Run, agent: str, workers: Workers, *, say: Say, style: Style) -> FinalResult:
+def _follow(
+    run: Run, agent: str, workers: Workers, *, say: Say, style: Style, live: bool
+) -> FinalResult:
     say(f"run:   {run.id}, agent {agent}\n")
     view = EventView(run.info().created, style)
-    for event in run.events():
-        line = view.line(event)  # also of a quiet one: it may name a call's tool
-        if event.type not in QUIET:
-            say(line)
+    follow(run.events(), view, say=say, live=live, quiet=QUIET)
     workers.check()
     result = run.result(timeout=10)
     say(f"\n{describe_result(result, style)}")

@@ -18,6 +18,7 @@ from runner.record import RunInfo
 
 if TYPE_CHECKING:
     from runner.replay import Replayed
+    from worker.doctor import Finding
 
 MAX_DIFFERENCES = 20
 
@@ -68,8 +69,12 @@ class EventView:
         name = event.data.get("tool")
         if isinstance(name, str):
             self._tools[event.call] = name
-        tool = _one_line(self._tools.get(event.call, "?"))
-        return f"{at}    call {event.call} {tool} {_describe_call_event(event, self.style)}"
+        told = _describe_call_event(event, self.style)
+        return f"{at}    call {event.call} {self.tool_of(event)} {told}"
+
+    def tool_of(self, event: Event) -> str:
+        """The tool of an event's call, as far as the events so far have told it."""
+        return _one_line(self._tools.get(event.call or "", "?"))
 
 
 def _describe_run_event(event: Event, style: Style) -> str:
@@ -251,6 +256,14 @@ def describe_usage(usage: Usage) -> str:
         f"{requests}, {usage.prompt_tokens} + {usage.completion_tokens} = {usage.total_tokens} "
         f"tokens{sure}"
     )
+
+
+def describe_finding(finding: Finding, style: Style = PLAIN) -> str:
+    """One line: the verdict, what was looked at, what was found and what to do about it."""
+    paint = style.good if finding.verdict == "ok" else style.bad
+    todo = f": {finding.todo}" if finding.todo else ""
+    text = _one_line(f"{finding.text}{todo}")
+    return f"{paint(f'{finding.verdict:<5}')} {_one_line(finding.about):<16} {text}"
 
 
 # --- traces ------------------------------------------------------------------------------------

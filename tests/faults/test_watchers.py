@@ -418,6 +418,10 @@ def test_r47_a_runs_tasks_are_visible_without_their_content(stage: Stage, flower
     assert (step["name"], step["args"]) == ("celeriac.step", f"('{run.id}', 1)")
     assert (call["name"], call["args"]) == ("celeriac.call_tool", f"('{run.id}', 0, 0)")
     assert {step["root_id"], call["root_id"]} == {run.id}
+    # What is done says what it was: a step its calls or its end, a call its tool.
+    first = stage.fleet.wait_for(lambda: flower.task(f"{run.id}.0"))
+    assert (first["result"], step["result"]) == ("'calls 0'", "'COMPLETED'")
+    assert call["result"] == "'add OK'"
     _, listed = flower.ask("/api/tasks?limit=1000")
     assert f"{run.id}.0.0" in listed
     assert PLANTED not in listed

@@ -11,7 +11,7 @@ from runner.store import connect
 from support.fleet import fleet, url_of, valkey
 from support.model_server import ModelServer
 from support.plants import API_KEY, PASSWORD
-from support.stage import Stage, broken_runs
+from support.stage import Stage
 
 AGENTS = r'''
 import time
@@ -82,4 +82,3 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
             )
             yield made
             assert made.model.violations == []
-            assert broken_runs(made.client.store) == {}
