@@ -49,3 +49,4 @@ def test_a_step_of_four_calls_costs_few_commands(stage: Stage) -> None:
     sent = [each["command"].split(" ")[0].upper() for each in commands]
     assert sent.count("LPUSH") == 1, "the submit's own hint; the scripts send all others"
     assert sent.count("LRANGE") == 0, "a step is handed its history as it begins"
+    assert sent.count("HGETALL") <= 3, "who waits for the end looks at the record when it is told"
