@@ -34,7 +34,7 @@ def watching_commands(stage: Stage) -> Iterator[list[dict[str, Any]]]:
     thread.start()
     assert ready.wait(5)
     yield found
-    raw_client(stage.fleet.redis_url).echo(token)
+    redis.echo(token)
     thread.join(5)
     redis.close()
 
