@@ -73,6 +73,9 @@ from tasks.hints import PING, publish
 LOOK_EVERY = 2.0
 """Seconds that a reader waits in one request: well below the client's socket timeout."""
 
+BETWEEN_READS = 0.01
+"""Seconds between two reads of who waits for an end and sees other events: a run has many."""
+
 MAX_REASON_CHARS = 1_000
 
 NO_CALL = "of such a call (yet); a call's id is step and index, such as 3.0"
@@ -435,7 +438,18 @@ class Run:
             left = LOOK_EVERY if ends_at is None else ends_at - time.monotonic()
             if left <= 0:
                 raise ResultTimeout(f"run {self.id} hasn't ended within {timeout:g} s; it goes on")
-            self._store.read_events(self.id, after, block=min(left, LOOK_EVERY))
+            self._wait_for_end(after, min(left, LOOK_EVERY))
+
+    def _wait_for_end(self, after: str, seconds: float) -> None:
+        """Wait until the end is told behind the event `after`, at most so long."""
+        ends_at = time.monotonic() + seconds
+        while (left := ends_at - time.monotonic()) > 0:
+            events = self._store.read_events(self.id, after, block=left)
+            if not events or any(each.type == "run.finished" for each in events):
+                return
+            after = events[-1].id
+            # Many events of a busy run come with one read.
+            time.sleep(min(left, BETWEEN_READS))
 
     def read_result(self) -> FinalResult | None:
         """The result as it is now: None while the run runs."""
