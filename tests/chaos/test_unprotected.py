@@ -70,7 +70,8 @@ def test_without_the_first_write_a_later_result_takes_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with without("first write wins", tmp_path / "stage", monkeypatch) as stage:
-        run = stage.submit([calls(("ping", {}), ("wait_until_told", {"n": 1}))])
+        turn = calls(("ping", {}), ("wait_until_told", {"n": 1}))
+        run = stage.submit([turn], agent="attentive")
         stage.fleet.wait_for(lambda: "call.finished" in types(stage, run))
         late = ToolResult(call_id="0.0", name="ping", ok=True, content="another")
         stage.client.store.record_result(run.id, 0, 0, late)
@@ -85,7 +86,7 @@ def test_without_operation_ids_a_lost_reply_doubles_a_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with without("operation ids", tmp_path / "stage", monkeypatch) as stage:
-        run = stage.submit([calls(("wait_until_told", {"n": 1}))])
+        run = stage.submit([calls(("wait_until_told", {"n": 1}))], agent="attentive")
         stage.fleet.wait_for(lambda: "call.started" in types(stage, run))
         with Proxy(int(stage.fleet.redis_url.split(":")[-1].split("/")[0])) as proxy:
             far = RunStore(replace(stage.fleet.settings, redis_url=proxy.url))

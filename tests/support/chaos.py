@@ -419,8 +419,8 @@ class Chaos:
             if process.poll() is None:
                 continue
             if not slot.expected:
-                words = self._fleet.log(slot.worker).strip().splitlines()[-1:]
-                self.story.exits.append(f"{slot.worker} {process.returncode} {words}")
+                words = (self._fleet.log(slot.worker).strip().splitlines() or [""])[-1]
+                self.story.exits.append(f"{slot.worker} {process.returncode} ({words[:50]})")
             self._signal(slot, signal.SIGKILL)  # whatever of its family is left
             del self._fleet.workers[slot.worker]
             self._start(slot)

@@ -1,12 +1,13 @@
-"""The helper, in a worker whose store works without the protection that the environment names."""
+"""Agents in workers whose store works without the protection that the environment names."""
 
 from __future__ import annotations
 
 import os
 
-from support.agents import helper
+from support.agents import attentive, helper
 from support.disarm import disarm
 
-__all__ = ["helper"]
+__all__ = ["attentive", "helper"]
 
-disarm(os.environ["CELERIAC_TEST_WITHOUT"])
+if protection := os.environ.get("CELERIAC_TEST_WITHOUT"):  # not where the test imports it
+    disarm(protection)
