@@ -59,18 +59,10 @@ class Workers:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(10)
 
-    def stop(self, name: str) -> None:
-        process = self.processes[name]
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(15)
-        self.kill(name)
-
     def close(self) -> None:
+        """End all at once: what was measured is measured, and nobody needs a graceful stop."""
         for name in list(self.processes):
-            self.processes[name].send_signal(signal.SIGTERM)
-        for name in list(self.processes):
-            self.stop(name)
+            self.kill(name)
 
 
 class Rig(Protocol):
