@@ -232,7 +232,7 @@ class Client:
         """Runs that haven't ended, then the last that have; at most `limit` are looked at."""
         if status not in (None, *RunStatus):
             raise InvalidInput(f"status is one of {', '.join(RunStatus)}")
-        if limit < 1:  # Redis would count from the other end
+        if not 1 <= limit < LONGEST:  # Redis would count from the other end, or not at all
             raise InvalidInput("limit is how many runs are looked at: 1 or more")
         wanted = None if status is None else RunStatus(status)
         tenant = None if self.principal is None else self.principal.tenant

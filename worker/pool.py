@@ -1,28 +1,36 @@
-"""The prefork pool, looking five times a second whether a child has died.
-
-Celery looks as the child's pipe closes, which is a moment before it can be reaped, and then again
-only every five seconds: a death in that gap would go unanswered for as long.
-"""
+"""Celery's pools, each with one thing mended that would leave a call or a worker unanswered."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+from billiard.einfo import ExceptionInfo
 from billiard.exceptions import WorkerLostError
 from celery.concurrency.asynpool import AsynPool
 from celery.concurrency.prefork import TaskPool
+from celery.concurrency.thread import TaskPool as ThreadPool
 
 LOOK_EVERY = 0.2
 
 
 class _Pool(AsynPool):
+    """Looks five times a second whether a child has died.
+
+    Celery looks as the child's pipe closes, which is a moment before it can be reaped, and then
+    again only every five seconds: a death in that gap would go unanswered for as long.
+    """
+
     @property
     def timers(self) -> dict[Callable[[], None], float]:
         return {self.maintain_pool: LOOK_EVERY}
 
 
 class ToolPool(TaskPool):
+    """Processes, for tools."""
+
     Pool = _Pool
 
 
@@ -34,3 +42,22 @@ class OneLineOfLoss(logging.Filter):
         if isinstance(getattr(error, "exc", error), WorkerLostError):  # it may be wrapped
             record.exc_info = None
         return True
+
+
+class StepPool(ThreadPool):
+    """Threads, for steps.
+
+    What a task raises outside of its body (a message may name what follows on it, and wrongly) is
+    lost in Celery's pool, and the task's place with it: after some such messages a worker is deaf.
+    """
+
+    def on_apply(self, target: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return super().on_apply(partial(_answer, target), *args, **options)
+
+
+def _answer(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What the target answers; in place of an exception, the answer of a task that failed."""
+    try:
+        return target(*args, **kwargs)
+    except Exception:  # noqa: BLE001 - whatever it is, somebody waits for it
+        return 1, ExceptionInfo(), 0.0

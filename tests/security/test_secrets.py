@@ -57,7 +57,8 @@ def run_through(stage: Stage, app: Celery) -> list[Run]:
         calls(("pay", {"account": "planted-in-account"}), ("measure", {"text": 7})),
         final("planted-in-answer"),
     ]
-    stage.script("planted-in-goal", by_turn(turns))
+    for first_said in ("planted-in-goal", "planted-in-earlier"):
+        stage.script(first_said, by_turn(turns))
     run = client.submit(
         "planted-in-goal",
         agent="guarded",

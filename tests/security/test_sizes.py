@@ -106,6 +106,7 @@ def test_what_is_said_to_a_run_is_bounded(client: Client) -> None:
         lambda: run.events(HUGE),
         lambda: client.list(limit=0),
         lambda: client.list(limit=-5),
+        lambda: client.list(limit=10**30),
         lambda: client.prune(older_than=1e300),
     ):
         with pytest.raises(InvalidInput) as error:
