@@ -1073,7 +1073,7 @@ def _log_step(record: RunRecord, asked: Asked, started: float) -> None:
         "run=%s step=%d attempt=%d requests=%d tokens=%d errors=%s ms=%d",
         record.run_id,
         record.step,
-        record.epoch,
+        record.deaths + 1,
         len(asked.exchanges),
         asked.usage.total_tokens,
         ",".join(failed) or "none",

@@ -142,7 +142,7 @@ def test_the_console_script_finds_them_too(tmp_path: Path) -> None:
 
 # --- what we depend on -------------------------------------------------------------------------
 
-DEPENDENCIES = ["celery", "kombu", "openai", "pydantic", "redis", "tenacity"]
+DEPENDENCIES = ["celery", "kombu", "openai", "pydantic", "redis", "rich", "tenacity"]
 
 
 def make_shop(folder: Path) -> None:

@@ -156,8 +156,13 @@ def test_what_was_said_is_told_where_it_is_asked_for_and_not_redacted() -> None:
     call = traced.spans["execute_tool log_in"].attributes or {}
     assert json.loads(str(call["gen_ai.tool.call.arguments"])) == {"token": "***"}
     assert call["gen_ai.tool.call.result"] == "planted-in-result 14"
+    first, last = (each for each in traced.kept.get_finished_spans() if each.name[:4] == "chat")
+    [asked] = json.loads(str((first.attributes or {})["gen_ai.output.messages"]))
+    assert [part["type"] for part in asked["parts"]] == ["tool_call"]
+    shown = json.loads(str((last.attributes or {})["gen_ai.input.messages"]))
+    assert [each["role"] for each in shown] == ["system", "user", "assistant", "tool"]
+    assert shown[1]["parts"] == [{"type": "text", "content": "planted-in-goal"}]
     told = "".join(each.to_json() for each in traced.kept.get_finished_spans())
-    assert "planted-in-goal" in told
     assert "planted-secret" not in told
     traced.close()
 

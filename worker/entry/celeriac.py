@@ -23,6 +23,7 @@ DEPENDENCIES = {
     "redis": "asyncio",
     "pydantic": "fields.py",
     "openai": "resources",
+    "rich": "progress.py",
     "tenacity": "wait.py",
 }
 """What we import from others, each with a part of it that a user's file of that name hasn't."""
