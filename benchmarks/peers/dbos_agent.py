@@ -54,7 +54,16 @@ def run_agent(goal: str, queued: bool) -> str:
 
 
 def main(url: str, how: str) -> None:
-    DBOS(config={"name": "bench", "system_database_url": url, "log_level": "ERROR"})
+    # A schema each, so that two of these don't serve the same queue.
+    schema = f"dbos_{how}"
+    DBOS(
+        config={
+            "name": "bench",
+            "system_database_url": url,
+            "dbos_system_schema": schema,
+            "log_level": "ERROR",
+        }
+    )
     DBOS.launch()
     DBOS.register_queue("tools")
     goal = Load().goal
