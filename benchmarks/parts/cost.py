@@ -60,24 +60,28 @@ def measure_commands(size: Size, folder: Path) -> Table:
 def count_step(rig: Rig, short: int, long: int) -> tuple[Counter[str], float]:
     """Commands by name, and bytes, of one step of four calls."""
     wait_for_runs(rig, [rig.submit(Load(steps=2))])
-    seen: list[tuple[Counter[str], int]] = []
+    heard: list[Counter[str]] = []
+    moved: list[int] = []
     for steps in (short, long):
-        load = Load(steps=steps)
-        before = count_bytes(rig.url)
-        with listening(rig.url) as heard:
-            run_id = rig.submit(load)
+        with listening(rig.url) as commands_heard:
+            run_id = rig.submit(Load(steps=steps))
             time.sleep(PATIENCE)
-        moved = count_bytes(rig.url) - before
         wait_for_runs(rig, [run_id])
-        seen.append((heard, moved))
+        heard.append(commands_heard)
+        # Once more for the bytes: MONITOR sends each command on, and that would count too.
+        before = count_bytes(rig.url)
+        run_id = rig.submit(Load(steps=steps))
+        time.sleep(PATIENCE)
+        moved.append(count_bytes(rig.url) - before)
+        wait_for_runs(rig, [run_id])
     more = long - short
-    (few, few_bytes), (many, many_bytes) = seen
+    few, many = heard
     words = {word: (many[word] - few[word]) / more for word in many}
     commands: Counter[str] = Counter()
     for word, count in words.items():
         if round(count, 1) > 0:
             commands[word] = count  # type: ignore[assignment]
-    return commands, (many_bytes - few_bytes) / more
+    return commands, (moved[1] - moved[0]) / more
 
 
 def measure_cpu(size: Size, folder: Path) -> Table:

@@ -81,6 +81,7 @@ def measure_peers(size: Size, folder: Path) -> Table:
                 if name in slow and number:
                     continue  # a minute each: once is enough
                 taken, at_once = measure(1), measure(count)
+                print(f"  {name}: {taken:.2f} s, {count} at once {at_once:.2f} s", flush=True)
                 if number or name in slow:
                     one[name].append(1000 * taken / load.steps)
                     many[name].append(count / at_once)
