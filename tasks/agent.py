@@ -84,8 +84,8 @@ def add_tasks(app: Celery, loop: Loop) -> None:
 def _in_words(coming: Next) -> str:
     """What Flower and the log show of a step that is done: no content."""
     match coming:
-        case CallTools(calls=calls):
-            return f"calls {', '.join(map(str, calls))}"
+        case CallTools():
+            return "calls tools"
         case NextStep(step=step):
             return f"step {step} is next"
         case Finish(stop_reason=stop_reason):

@@ -45,13 +45,14 @@ def make_app(
     *,
     pool: str = "prefork",
     observer: Observer | None = None,
+    store: RunStore | None = None,
 ) -> Celery:
     """A Celery app with the tasks of the loop and recovery in every worker that it starts."""
     app = Celery("celeriac")
     app.conf.update(worker_config(settings))
     if settings.celery_config:
         _add_config(app, settings)
-    store = RunStore(settings)
+    store = store or RunStore(settings)
     # Only a pool of processes can end one of them without ending the others' work.
     kill = partial(end_process, observer) if pool == "prefork" else None
     loop = Loop(store, agents, settings=settings, kill=kill, observer=observer)
@@ -59,7 +60,6 @@ def make_app(
     longest = max((tool.timeout for each in agents.values() for tool in each.toolbox), default=0)
     # The child ends its own tools in time; the parent's limit is for one that can't even do that.
     app.tasks[CALL_TOOL].time_limit = longest + HARD_LIMIT_MARGIN
-    let_scripts_send(app, store)
     replace_revoke(store)
     answer_about(store, agents)
     app.steps["worker"].add(recovery_step(app, loop, settings))
@@ -105,9 +105,11 @@ def run_worker(
         store = RunStore(settings)
         parts.callback(store.close)
         observer = make_observer(settings, store, agents, parts)
-        app = make_app(settings, agents, pool=pool, observer=observer)
+        app = make_app(settings, agents, pool=pool, observer=observer, store=store)
         store.check()
         check_start(app, store, settings, queue=queue, pool=pool)
+        let_scripts_send(app, store)
+        store.close()  # no connection is for a child to inherit
         if in_json := settings.log_format == "json":
             log_as_json()
         return _serve(

@@ -420,7 +420,7 @@ def test_r47_a_runs_tasks_are_visible_without_their_content(stage: Stage, flower
     assert {step["root_id"], call["root_id"]} == {run.id}
     # What is done says what it was: a step its calls or its end, a call its tool.
     first = stage.fleet.wait_for(lambda: flower.task(f"{run.id}.0"))
-    assert (first["result"], step["result"]) == ("'calls 0'", "'COMPLETED'")
+    assert (first["result"], step["result"]) == ("'calls tools'", "'COMPLETED'")
     assert call["result"] == "'add OK'"
     _, listed = flower.ask("/api/tasks?limit=1000")
     assert f"{run.id}.0.0" in listed

@@ -41,6 +41,7 @@ def celery_events(app: Celery) -> Iterator[list[dict[str, Any]]]:
     receiver = app.events.Receiver(connection, handlers={"*": found.append})
     thread = threading.Thread(target=receiver.capture, daemon=True)
     thread.start()
+    app.control.enable_events()  # as Flower does
     wait_for(lambda: found)
     yield found
     receiver.should_stop = True

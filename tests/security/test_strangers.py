@@ -31,7 +31,7 @@ UNKNOWN = "no-such-run-anywhere"
 
 @pytest.fixture
 def operator(server: ValkeyServer) -> Iterator[Client]:
-    url = f"redis://127.0.0.1:{server.port}/9"
+    url = f"redis://127.0.0.1:{server.port}/15"
     admin = connect(url)
     admin.flushdb()
     admin.close()
@@ -47,6 +47,7 @@ CLIENT: dict[str, Callable[[Client, str], Any]] = {
     "delete, with a cancel": lambda client, run_id: client.delete(run_id, cancel=True),
     "submit": lambda client, run_id: client.submit("and?", agent="helper", after=run_id),
     "list": lambda client, _: client.list(),
+    "browse": lambda client, _: client.browse(),
     "prune": lambda client, _: client.prune(),
 }
 """A call of each method of a client that a run is named to, or that tells of runs."""

@@ -19,7 +19,7 @@ from web import create_app
 def served(server: ValkeyServer) -> Iterator[tuple[Client, str]]:
     """A client, and the address of the app that `celeriac web` serves with it; no worker is up."""
     agents = Agents([Agent(name="helper"), Agent(name="closed", requires={"admin"})])
-    settings = Settings(redis_url=f"redis://127.0.0.1:{server.port}/9")
+    settings = Settings(redis_url=f"redis://127.0.0.1:{server.port}/14")
     with Client(settings=settings, agents=agents) as client, serving(create_app(client)) as url:
         yield client, url
 
