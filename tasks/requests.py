@@ -56,6 +56,10 @@ UNREADABLE = (
 """What Celery raises for a message that isn't one of a task; most of these would end the worker."""
 
 
+ENDING = ("timelimit", "stamped_headers", "stamps")
+"""Headers that hints don't have, and that end a worker or its pool where they are malformed."""
+
+
 def refuse_unreadable(task: Any, app: Any, consumer: Any, **options: Any) -> Callable[..., Any]:
     """Celery's way from a message to a request, but for what no request can be made of.
 
@@ -65,8 +69,8 @@ def refuse_unreadable(task: Any, app: Any, consumer: Any, **options: Any) -> Cal
     take = celery_strategy(task, app, consumer, **options)
 
     def take_or_refuse(message: Any, body: Any, ack: Any, reject: Any, *rest: Any) -> None:
-        # A tool's time is its own; and a limit that is no number would end the pool.
-        message.headers.pop("timelimit", None)
+        for header in ENDING:
+            message.headers.pop(header, None)
         try:
             take(message, body, ack, reject, *rest)
         except UNREADABLE as error:

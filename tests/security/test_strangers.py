@@ -58,6 +58,12 @@ NO_RUN = {"close", "for_principal", "ping"}
 RUN: dict[str, Callable[[Run], Any]] = {
     "info": lambda run: run.info(),
     "status": lambda run: run.status(),
+    "details": lambda run: run.details(),
+    "call": lambda run: run.call("0.0"),
+    "read_result": lambda run: run.read_result(),
+    "has_ended": lambda run: run.has_ended(),
+    "last_event_id": lambda run: run.last_event_id(),
+    "read_page": lambda run: run.read_page("0"),
     "result": lambda run: run.result(timeout=0),
     "events": lambda run: next(run.events()),
     "cancel": lambda run: run.cancel(),
