@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import socket
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -49,10 +51,37 @@ class StepPool(ThreadPool):
 
     What a task raises outside of its body (a message may name what follows on it, and wrongly) is
     lost in Celery's pool, and the task's place with it: after some such messages a worker is deaf.
+
+    And a worker that had no thread free takes its next message as its event loop turns: Celery's
+    threads don't wake it when they are done, so that would be up to a second later.
     """
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+
+    def register_with_event_loop(self, loop: Any) -> None:
+        loop.add_reader(self._woken, self._hear)
+
     def on_apply(self, target: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        return super().on_apply(partial(_answer, target), *args, **options)
+        applied = super().on_apply(partial(_answer, target), *args, **options)
+        applied.f.add_done_callback(self._wake)
+        return applied
+
+    def on_stop(self) -> None:
+        super().on_stop()
+        self._waker.close()
+        self._woken.close()
+
+    def _wake(self, _: Any) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):  # it has yet to hear of others, or ends
+            self._waker.send(b".")
+
+    def _hear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
 
 
 def _answer(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
