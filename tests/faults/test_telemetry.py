@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -99,6 +100,13 @@ def addresses() -> dict[str, str]:
     return {"steps": free_address(), "tools": free_address()}
 
 
+def answers(address: str) -> bool:
+    """Whether this address is taken."""
+    host, _, port = address.rpartition(":")
+    with socket.socket() as asked:
+        return asked.connect_ex((host, int(port))) == 0
+
+
 @pytest.fixture(scope="module")
 def stage(
     collector: Collector, addresses: dict[str, str], tmp_path_factory: pytest.TempPathFactory
@@ -119,6 +127,7 @@ def stage(
             made.fleet.stop(name)
             made.fleet.environ["CELERIAC_METRICS_ADDRESS"] = addresses[name]
             made.fleet.start(name, name=name)
+            wait_for(lambda name=name: answers(addresses[name]), timeout=30)  # type: ignore[misc]
         made.fleet.start("tools", name="late")
         assert made.fleet.workers.pop("late").wait(20) == 1
         assert "CELERIAC_METRICS_ADDRESS" in made.fleet.log("late")
