@@ -23,7 +23,7 @@ from support.fleet import raw_client, url_of, valkey
 from support.loops import RUN, Loops, open_loops
 from tasks.hints import let_scripts_send, publish
 from worker.app import make_app
-from worker.config import merge_config
+from worker.config import merge_config, worker_config
 
 
 @tool(idempotent=True)
@@ -211,6 +211,14 @@ def test_scripts_send_nothing_that_celery_would_send_otherwise(
         store = RunStore(settings)
         let_scripts_send(app, store)
         assert store.envelopes() is None
+
+
+def test_taking_a_sample_touches_no_result_backend(settings: Settings) -> None:
+    with Celery() as app:
+        app.conf.update(worker_config(settings) | {"result_backend": "nonsense://planted"})
+        store = RunStore(settings)
+        let_scripts_send(app, store)
+        assert store.envelopes() is not None
 
 
 def test_scripts_send_nothing_where_the_queues_are_in_another_redis(settings: Settings) -> None:
