@@ -28,7 +28,7 @@ QUEUES = {"steps": STEPS_QUEUE, "tools": TOOLS_QUEUE}
 DEFAULT_POOL = {"steps": "threads", "tools": "prefork"}
 """Steps wait for a model, so threads hold many; tools are users' code, each in its own process."""
 
-POOLS = {"prefork": "worker.pool:ToolPool", "threads": "threads", "solo": "solo"}
+POOLS = {"prefork": "worker.pool:ToolPool", "threads": "worker.pool:StepPool", "solo": "solo"}
 
 CONCURRENCY = {"steps": 32, "tools": os.cpu_count() or 1}
 

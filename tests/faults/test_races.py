@@ -469,7 +469,7 @@ def test_r20_messages_of_a_long_run_stay_small_and_of_one_size(stage: Stage) -> 
     for sizes in (steps, tools):
         # What Celery and Kombu put around any message, one without arguments too, is 0.9 KB of it.
         assert max(sizes) < 1200
-        assert max(sizes) - min(sizes) <= 64  # a step that a client published has no parent task
+        assert max(sizes) - min(sizes) <= 128  # the first, that a client published, is in base64
     bodies = [len(json.loads(each.text)["body"]) for each in messages]
     assert max(bodies) < 200
 
