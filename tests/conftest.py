@@ -27,7 +27,7 @@ MakeStore = Callable[..., RunStore]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-IN_PROCESS = ("tests/runner/", "tests/guide/", "tests/test_")
+IN_PROCESS = ("tests/runner/", "tests/guide/test_one", "tests/guide/test_readme", "tests/test_")
 """Where no test starts a worker: these fill what the others, which mostly wait, leave free."""
 
 

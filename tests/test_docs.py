@@ -75,8 +75,9 @@ def test_every_python_block_says_how_it_is_tested(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert len(re.findall(r"^```", text, re.MULTILINE)) == 2 * len(blocks_of(path))
     for block in blocks_of(path):
-        assert (block.language == "python") is (block.how is not None), block.code
-        if block.language == "python":
+        python = block.how is not None and block.how.split()[0] in ("run", "file")
+        assert (block.language == "python") is python, block.code
+        if python:
             compile(block.code, label(path), "exec")
 
 
@@ -637,7 +638,10 @@ CLIENT_EXAMPLES = {"run.resume", "run.cancel", "run.events"}
 @each_document
 def test_every_file_and_every_function_that_is_named_exists(path: Path) -> None:
     spans = SPAN.findall(prose(path.read_text(encoding="utf-8")))
-    assert [span for span in spans if unknown_name(span)] == []
+    # What the document's own code has is its own.
+    code = "\n".join(block.code for block in blocks_of(path) if block.language == "python")
+    unknown = [span for span in spans if unknown_name(span)]
+    assert [span for span in unknown if not re.search(rf"(?<!\w){re.escape(span)}", code)] == []
 
 
 def test_the_walk_puts_each_function_into_the_file_that_holds_it() -> None:

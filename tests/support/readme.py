@@ -13,7 +13,12 @@ FENCE = re.compile(r"^(?:<!-- test: ([^\n]+) -->\n)?```(\w*)\n(.*?)^```$", re.MU
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. `how`: `run`, `file <path>`, or None where nothing is said."""
+    """A fenced block. `how` says what a test does with it; None: nothing.
+
+    `run` executes it, and `file <path>` is a file of the user's. `shell` is a list of commands, of
+    which the last may end with another code than 0 (`shell 1`); `output` is what they print, and
+    `start <what>` runs on in a terminal of its own (`support.guide`).
+    """
 
     how: str | None
     language: str
@@ -27,11 +32,12 @@ def blocks_of(path: Path) -> list[Block]:
     ]
 
 
-def write_files(folder: Path) -> Path:
-    """Write the files that the README shows."""
-    for block in blocks_of(ROOT / "README.md"):
-        if block.how and block.how.startswith("file "):
-            path = folder / block.how.removeprefix("file ")
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(block.code, encoding="utf-8")
+def write_files(folder: Path, *documents: Path) -> Path:
+    """Write the files that these documents show, and the README before them."""
+    for document in (ROOT / "README.md", *documents):
+        for block in blocks_of(document):
+            if block.how and block.how.startswith("file "):
+                path = folder / block.how.removeprefix("file ")
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(block.code, encoding="utf-8")
     return folder
