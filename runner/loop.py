@@ -351,7 +351,10 @@ class Loop:
         """Leave the step to a worker that has its agent, if any has: mid-deployment, say."""
         if record.agent not in self.store.read_agents():
             known = ", ".join(sorted(self.agents)) or "none"
-            message = f"no agent named {record.agent!r}; known agents: {known}"
+            message = (
+                f"the steps worker has no agent named {record.agent!r}; known agents: {known}; "
+                "restart it where the code is newer"
+            )
             return self._fail(record, RunErrorType.CONFIG_ERROR, message, asked)
         outcome = self._insist(
             self.store.park_step,

@@ -56,7 +56,10 @@ def serve(client: Client, *, host: str, port: int, ready: Callable[[str], object
     try:
         bound = socket.create_server((host, port), family=_family(host))
     except OSError as error:
-        raise SettingsError(f"can't serve at {host}:{port} ({error.strerror})") from error
+        raise SettingsError(
+            f"can't serve at {host}:{port} ({error.strerror}); give another with --port, 0 is any "
+            "that is free"
+        ) from error
     with bound:
         address = f"[{host}]" if ":" in host else host
         ready(f"http://{address}:{bound.getsockname()[1]}/")

@@ -336,7 +336,8 @@ def _look_at_announced(store: RunStore, agents: Agents) -> Iterator[Finding]:
             "announced",
             Verdict.BAD,
             f"no worker knows {', '.join(missing)}",
-            "start workers with the CELERIAC_AGENTS of here; runs of these would end CONFIG_ERROR",
+            "restart the workers, with the CELERIAC_AGENTS and the code of here; runs of these would "
+            "end CONFIG_ERROR",
         )
     elif announced:
         yield Finding("announced", Verdict.OK, f"by workers: {', '.join(sorted(announced))}")
