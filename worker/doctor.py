@@ -336,7 +336,7 @@ def _look_at_announced(store: RunStore, agents: Agents) -> Iterator[Finding]:
             "announced",
             Verdict.BAD,
             f"no worker knows {', '.join(missing)}",
-            "restart the workers, with the CELERIAC_AGENTS and the code of here; runs of these would "
+            "restart the workers, with the code and the CELERIAC_AGENTS of here, or runs of these "
             "end CONFIG_ERROR",
         )
     elif announced:
