@@ -476,6 +476,18 @@ def test_a_step_of_which_the_trace_hides_something_is_named_and_makes_no_differe
     assert (found.differences, found.hidden, found.blind_from) == ((), (1,), None)
 
 
+def test_a_hidden_argument_of_a_servers_answer_that_also_speaks_makes_no_difference(
+    loops: Loops,
+) -> None:
+    function = {"name": "log_in", "arguments": json.dumps({"token": SECRET, "user": "ann"})}
+    call = {"id": "c0", "type": "function", "function": function}
+    message = {"role": "assistant", "content": "let me see", "tool_calls": [call]}
+    body = {"choices": [{"message": message}], "usage": {"total_tokens": 3}}
+    go(loops, agent_of(reads(body), "Done."))
+    found = replayed(loops)
+    assert (found.differences, found.hidden, found.blind_from) == ((), (0,), None)
+
+
 def test_from_a_hidden_answer_on_that_decides_the_run_nothing_is_compared(loops: Loops) -> None:
     hidden = json.dumps({"token": SECRET, "n": 1})
     options: dict[str, Any] = {"output_type": dict[str, int]}
