@@ -237,11 +237,11 @@ def measure_memory(size: Size, folder: Path) -> Table:
 def measure_watching(size: Size, folder: Path) -> Table:
     """What Flower's events, the runs' events and their traces cost."""
     load, count = Load(steps=10, calls=4), size.of(20, 2)
-    names = ["as it is", "without Celery's events", "without the runs' events", "without traces"]
+    names = ["as it is", "with Celery's events", "without the runs' events", "without traces"]
     with ExitStack() as stack:
         rigs: list[Ours] = [
             stack.enter_context(ours(folder / "whole")),
-            stack.enter_context(ours(folder / "quiet", CELERIAC_CELERY_CONFIG="benchmarks.quiet")),
+            stack.enter_context(ours(folder / "told", CELERIAC_CELERY_CONFIG="benchmarks.watched")),
         ]
         for what in ("events", "trace"):
             rig = stack.enter_context(ours(folder / what, started=False))
@@ -256,8 +256,8 @@ def measure_watching(size: Size, folder: Path) -> Table:
     return Table(
         title="What events and traces cost",
         about=f"{count} runs of 10 steps by 4 calls at once: milliseconds for a step of all of "
-        "them together. Events of Celery are for Flower and are on unless turned off; those of a "
-        "run and its trace can't be turned off, and are cut out of the scripts for this.",
+        "them together. Events of Celery are for Flower and are off until it asks for them; those "
+        "of a run and its trace can't be turned off, and are cut out of the scripts for this.",
         columns=["workers", "ms a step", "of it as it is"],
         rows=[
             [name, median_and_spread(found), round(ratio(found, times[0]), 2)]

@@ -1,0 +1,3 @@
+"""Celery settings that turn on what Flower listens to, as it does by itself."""
+
+worker_send_task_events = True
