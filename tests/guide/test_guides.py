@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from support.guide import Follower, commands_of, path_of, start
 from support.model_server import ModelServer, Reply, calls, final
 from support.readme import Block, blocks_of, write_files
 from support.stage import by_turn
+from tasks import Client
 from worker import cli
 
 QUICK_START = ROOT / "docs" / "quick-start.md"
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
 DOCUMENTS = [QUICK_START, *GUIDES]
 
 each_guide = pytest.mark.parametrize("document", GUIDES, ids=lambda path: path.stem)
@@ -81,6 +84,21 @@ def workers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             made.wait_for(client.store.read_agents)
         yield made
         assert model.violations == []
+        with made.client() as client:
+            check_events(client)
+
+
+def check_events(client: Client) -> None:
+    """No event holds a key that the reference doesn't tell of."""
+    section = REFERENCE.split("\n## Events\n")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:4] for line in section.splitlines() if line.startswith("| `")]
+    told = {name.strip(" `"): set(re.findall(r"`(\w+)`", data)) for name, _, data in rows}
+    seen: defaultdict[str, set[str]] = defaultdict(set)
+    for info in client.list():
+        for event in client.get(info.id).events():
+            seen[event.type] |= set(event.data)
+    assert len(seen) > 10
+    assert {kind: data - told[kind] for kind, data in seen.items() if data - told[kind]} == {}
 
 
 STARTED = ["server", "steps", "tools", "tools"]
