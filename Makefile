@@ -57,7 +57,7 @@ test: $(VENV)/ready browser lint  ## Pass the linters, the type checker and the 
 
 .PHONY: pictures
 pictures: $(VENV)/ready browser  ## Make the pictures in docs/images anew
-	@PYTHONPATH=.:tests $(BIN)/python tests/support/pictures.py
+	@PYTHONPATH=.:tests $(BIN)/python -m support.pictures
 
 .PHONY: lint
 lint: $(VENV)/ready  ## Check style and types
