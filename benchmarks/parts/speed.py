@@ -109,8 +109,10 @@ def measure_history(size: Size, folder: Path) -> Table:
     seen: dict[int, tuple[float, float]] = {}
     # What was said elsewhere is bounded; here it stands in for what a run has said itself.
     runner.earlier.MAX_MESSAGES = 10_000
-    roomy = {"CELERIAC_MAX_GOAL_CHARS": "10000000"}
-    with ours(folder / "ours", **roomy) as mine, obvious(folder / "obvious") as theirs:
+    with (
+        ours(folder / "ours", CELERIAC_MAX_GOAL_CHARS="10000000") as mine,
+        obvious(folder / "obvious") as theirs,
+    ):
         for count in size.some([10, 100, 1_000, 2_000, 10_000], 2):
             costs = [measure_step_behind(rig, count, size.of(5)) for rig in (mine, theirs)]
             seen[count] = costs[0]

@@ -152,6 +152,7 @@ end
 -- hint that is lost holds none. `places` has a run's key, `due`, and what the names of limits are put behind.
 local arrival = int(tonumber(clock[1]) * 1000000 + tonumber(clock[2]))
 local QUEUE_TTL = 3600000
+local PATIENCE = 5000
 
 -- Puts the hint of a holder, `<run>.<step>` or `<run>.<step>.<index>`, on its queue.
 local function send_hint(holder)
@@ -275,14 +276,16 @@ local function join_queues(places, limits, holder, order)
 end
 
 -- Takes a place under each of these limits until `ends`, or none at all: then the holder waits for those
--- that are full, and the first of them is the answer. `start` is unique to this attempt.
+-- that are full, and the first of them is the answer. `start` is unique to this attempt. Whoever has waited
+-- for long keeps its turn under the others as well, or those that need fewer would pass it for ever.
 local function take_places(places, limits, holder, start, order, ends, granted)
   local full, first = find_full(places, limits, holder, start, order)
+  local waited = now - tonumber(order) / 1000
   for name, _, period in each_limit(limits) do
     if not first then
       hold_place(places, name, period == '' and holder or start, period == '' and ends or now + period)
       redis.call('ZREM', places.waiting .. name, holder)
-    elseif full[name] then
+    elseif full[name] or waited > PATIENCE then
       stand_in_queue(places, name, holder, order)
     elseif redis.call('ZREM', places.waiting .. name, holder) == 1 then
       -- It stood in the way of others here, and waits elsewhere now.

@@ -225,6 +225,34 @@ def test_a_call_takes_places_under_all_its_limits_or_under_none(store: RunStore)
     begin(store, "run-one-0", 1)
 
 
+def test_a_call_that_has_waited_for_long_keeps_its_turn_under_each_of_its_limits(
+    store: RunStore,
+) -> None:
+    crm, erp = {"crm": "1"}, {"erp": "1"}
+    for run_id, limits in {"crm-holder": crm, "erp-holder": erp}.items():
+        open_run(store, run_id, limits)
+        begin(store, run_id)
+    open_run(store, "both-long", crm | erp)
+    long_ago = int((time.time() - 60) * 1_000_000)
+    store.redis.hset(keys.calls("both-long"), "0.order", long_ago)
+    for name in ("crm", "erp"):
+        store.redis.zadd(keys.waiting(name), {"both-long.0.0": long_ago})
+    open_run(store, "crm-later", crm)
+    open_run(store, "erp-later", erp)
+
+    # One of its two places is free, and it doesn't let those that need only this one pass.
+    assert record(store, "crm-holder") is Outcome.LAST
+    assert store.begin_call("both-long", 0, 0) is Outcome.PARKED
+    assert store.begin_call("crm-later", 0, 0) is Outcome.PARKED
+    assert record(store, "erp-holder") is Outcome.LAST
+    assert store.begin_call("erp-later", 0, 0) is Outcome.PARKED
+    begin(store, "both-long")
+
+    assert record(store, "both-long") is Outcome.LAST
+    begin(store, "crm-later")
+    begin(store, "erp-later")
+
+
 def test_a_call_that_can_not_use_its_turn_passes_it_on(store: RunStore) -> None:
     open_run(store, "run-one-0", ONE, {"crm": "1", "b": "1"}, ONE, {"b": "1"})
     begin(store, "run-one-0", 0)
