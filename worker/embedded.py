@@ -44,28 +44,43 @@ def embedded_server(folder: Path) -> Iterator[str]:
         )
     except (ValkeyServerError, OSError) as error:
         raise RedisUnavailable(f"the embedded server can't be set up: {error}") from error
-    for left in range(STARTS - 1, -1, -1):
-        try:
-            with _ctrl_c_kept_away():
-                server.start()
-            break
-        except (ValkeyServerError, OSError) as error:
-            # The free port that was chosen may be another's by the time it is used.
-            if not left:
-                raise RedisUnavailable(f"the embedded server doesn't start: {error}") from error
     try:
-        yield _lock(f"redis://127.0.0.1:{server.port}/0", folder)
+        for left in range(STARTS - 1, -1, -1):
+            try:
+                with _ctrl_c_kept_away():
+                    server.start()
+                url = _lock(f"redis://127.0.0.1:{server.port}/0", folder)
+                break
+            except (ValkeyServerError, OSError, PortTaken) as error:
+                # The free port that was chosen may be another's by the time it is used.
+                if not left:
+                    raise RedisUnavailable(f"the embedded server doesn't start: {error}") from error
+                server.stop()
+        yield url
     finally:
         server.stop()
 
 
+TAKEN = "another server took the embedded server's port; run it again"
+
+
+class PortTaken(RedisUnavailable):
+    """Another server answers where the embedded one was to."""
+
+
 def check_server(client: redis.Redis, folder: Path) -> None:
-    """Raise `RedisUnavailable` unless the server behind `client` keeps its data in `folder`."""
-    with reporting_redis_errors():
-        told = client.config_get("dir").get("dir")
+    """Raise `PortTaken` unless the server behind `client` keeps its data in `folder`."""
+    try:
+        with reporting_redis_errors():
+            told = client.config_get("dir").get("dir")
+    except RedisUnavailable as error:
+        # One with a password: ours has none yet.
+        if isinstance(error.__cause__, redis.AuthenticationError):
+            raise PortTaken(TAKEN) from error
+        raise
     if Path(str(told)).resolve() != folder.resolve():
         # Between the choice of a free port and its use, another server may have taken it.
-        raise RedisUnavailable("another server took the embedded server's port; run it again")
+        raise PortTaken(TAKEN)
 
 
 def _lock(url: str, folder: Path) -> str:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import runner.earlier
 from benchmarks.gauges import count_bytes
@@ -108,8 +109,8 @@ def measure_history(size: Size, folder: Path) -> Table:
     rows: list[Sequence[Cell]] = []
     seen: dict[int, tuple[float, float]] = {}
     # What was said elsewhere is bounded; here it stands in for what a run has said itself.
-    runner.earlier.MAX_MESSAGES = 10_000
     with (
+        mock.patch.object(runner.earlier, "MAX_MESSAGES", 10_000),
         ours(folder / "ours", CELERIAC_MAX_GOAL_CHARS="10000000") as mine,
         obvious(folder / "obvious") as theirs,
     ):

@@ -166,7 +166,8 @@ def test_a_run_is_watched_decided_on_and_read_while_it_goes_on(
     expect(legend).to_contain_text("waiting for approval")
     assert box_of(page.locator(".call .bar.slot").first)["width"] > 3
     ends = [box["x"] + box["width"] for box in boxes_of(page.locator(".call .bar.tool"))]
-    assert bar(page, "Step 1", "model")["x"] >= max(ends[:3]) - 1
+    # A bar of no length is still some pixels wide.
+    assert bar(page, "Step 1", "model")["x"] >= max(ends[:3]) - 4
 
     # Nothing of a call is fetched before somebody asks for it.
     assert not any("/calls/0.0" in path for path in visit.paths())
@@ -204,7 +205,7 @@ def test_a_question_is_answered_and_a_message_is_sent(stage: Stage, staged: str,
 
     expect(page.get_by_text("Which order do you mean?")).to_be_visible()
     page.get_by_label("Your reply").fill("A001, the lamp")
-    page.get_by_role("button", name="Reply").click()
+    page.get_by_role("button", name="Reply", exact=True).click()
     expect(page.get_by_text("refund waits for approval")).to_be_visible()
     page.get_by_label("Say something to the run").fill("and be quick")
     page.get_by_role("button", name="Send").click()

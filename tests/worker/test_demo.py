@@ -74,7 +74,10 @@ class Demo:
     def read_until(self, word: str) -> str:
         """The line with this word in it, as soon as it is there."""
         assert self.process.stdout is not None
-        return next(line for line in self.process.stdout if word in line)
+        for line in self.process.stdout:
+            if word in line:
+                return line
+        raise AssertionError(f"it ended without {word!r}: {self.finish()}")
 
     def children(self) -> list[int]:
         """Every process that has our mark in its environment, but the run itself."""

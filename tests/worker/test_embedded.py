@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import redis
 
+import worker.embedded
 from runner.errors import RedisUnavailable, SettingsError
 from runner.store import connect
-from worker.embedded import check_server, embedded_server
+from worker.embedded import PortTaken, check_server, embedded_server
 
 
 def test_it_keeps_its_data_in_its_folder_and_refuses_to_forget(tmp_path: Path) -> None:
@@ -58,9 +59,32 @@ def test_two_don_t_get_in_each_others_way(tmp_path: Path) -> None:
 def test_a_server_of_somebody_else_is_not_taken_for_ours(tmp_path: Path) -> None:
     with embedded_server(tmp_path / "theirs") as url:
         client = connect(url)
-        with pytest.raises(RedisUnavailable, match="another server"):
+        with pytest.raises(PortTaken, match="another server"):
             check_server(client, tmp_path / "ours")
         client.close()
+        stranger = connect(f"redis://{url.rpartition('@')[2]}")
+        with pytest.raises(PortTaken, match="another server"):
+            check_server(stranger, tmp_path / "ours")
+        stranger.close()
+
+
+def test_a_port_that_another_server_takes_first_is_given_up_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[Path] = []
+
+    def look(client: redis.Redis, folder: Path) -> None:
+        looked.append(folder)
+        if len(looked) == 1:
+            raise PortTaken("another server took it")
+        check_server(client, folder)
+
+    monkeypatch.setattr(worker.embedded, "check_server", look)
+    with embedded_server(tmp_path) as url:
+        client = connect(url)
+        assert client.ping()
+        client.close()
+    assert len(looked) == 2
 
 
 def test_ctrl_c_in_the_terminal_does_not_reach_it(tmp_path: Path) -> None:
