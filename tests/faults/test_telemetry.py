@@ -60,10 +60,11 @@ class Collector(ThreadingHTTPServer):
                         }
                     )
 
-    def trace_of(self, run: Run) -> dict[str, list[dict[str, Any]]]:
-        """A run's spans by name, once its root is there."""
+    def trace_of(self, run: Run, *, spans: int = 1) -> dict[str, list[dict[str, Any]]]:
+        """A run's spans by name, once its root and so many in all are there."""
         trace_id = trace.format_trace_id(trace_id_of(run.id))
         wait_for(lambda: any(not each["parent"] for each in self.spans[trace_id]))
+        wait_for(lambda: len(self.spans[trace_id]) >= spans)
         found = defaultdict(list)
         for each in self.spans[trace_id]:
             found[each["name"]].append(each)
@@ -143,7 +144,7 @@ def test_a_run_is_one_trace_across_its_processes(stage: Stage, collector: Collec
         )
     provider.shutdown()
     assert run.result(timeout=20).ok
-    found = collector.trace_of(run)
+    found = collector.trace_of(run, spans=5)
 
     assert {name: len(each) for name, each in found.items()} == {
         "invoke_agent helper": 1,
@@ -182,7 +183,7 @@ def test_failures_are_on_their_spans_and_nothing_that_was_said(
     run = stage.submit([error(429, "slow", message="planted-in-error"), error(401, "planted-")])
     assert run.result(timeout=20).stop_reason is StopReason.ERROR
 
-    found = collector.trace_of(run)
+    found = collector.trace_of(run, spans=3)
 
     [root] = found["invoke_agent helper"]
     assert (root["failed"], root["error.type"]) == (True, "AUTH_ERROR")
