@@ -1057,6 +1057,7 @@ class RunStore:
                 keys.messages(run_id),
                 keys.waiting(""),
                 keys.CROWDED,
+                keys.events(run_id),
             ],
             [
                 run_id,

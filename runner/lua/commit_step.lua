@@ -78,6 +78,7 @@ end
 redis.call('DEL', KEYS[3], KEYS[4])
 local free = tonumber(ARGV[6])
 local hints, asked, moving = {'OK'}, false, false
+local decide_by = numbers(KEYS[1], 'deadline')
 redis.call('HSET', KEYS[3], 'parallel', ARGV[6])
 for index = 0, count - 1 do
   local at = first_call + index * 10
@@ -111,6 +112,9 @@ for index = 0, count - 1 do
       patience = tonumber(patience)
       redis.call('HSET', KEYS[3], field .. 'digest', digest,
         field .. 'decide_by', patience > 0 and int(now + patience) or 0)
+      if patience > 0 then
+        decide_by = math.min(decide_by, now + patience)
+      end
       asked = true
     elseif free > 0 then
       state = 'queued'
@@ -141,7 +145,10 @@ for index = 0, count - 1 do
 end
 redis.call('HSET', KEYS[1], 'phase', 'tools', 'calls', count)
 if asked and #hints == 1 and not moving then
+  -- There is no hint to be lost: nobody has to look before the time of somebody who is to act is over.
   redis.call('HSET', KEYS[1], 'status', 'waiting')
+  redis.call('ZADD', KEYS[7], int(decide_by), ARGV[1])
+  pack_events(KEYS[5])
 end
 if ENVELOPES then
   for at = 2, #hints do

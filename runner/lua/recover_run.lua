@@ -12,6 +12,7 @@
 -- KEYS[9] messages LIST
 -- KEYS[10] waiting ZSET, before the name of a limit
 -- KEYS[11] crowded SET
+-- KEYS[12] events STREAM
 -- ARGV[1] id of the run
 -- ARGV[2] grace in ms
 -- ARGV[3] max_wait in ms between two looks
@@ -153,6 +154,9 @@ else
       end
     end
   end
+end
+if phase == 'tools' and again == latest then
+  pack_events(KEYS[12])  -- it waits for a person
 end
 redis.call('ZADD', KEYS[3], int(math.min(again, deadline)), ARGV[1])
 return answer
