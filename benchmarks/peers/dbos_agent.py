@@ -1,7 +1,8 @@
 """DBOS as its documents have an agent: a workflow whose model calls and tools are steps.
 
-`python -m benchmarks.peers.dbos_agent URL inside|queue`: the tools run as steps of the workflow, or
-as workflows of their own through a queue.
+`python -m benchmarks.peers.dbos_agent URL inside|queue|eager`: the tools run as steps of the
+workflow, or as workflows of their own through a queue; queue and results are polled once a second,
+as is the default, or fifty times.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def run_queued_tool(call: dict[str, Any]) -> Message:
 
 
 @DBOS.workflow()
-def run_agent(goal: str, queued: bool) -> str:
+def run_agent(goal: str, polling: float | None) -> str:
     history: list[Message] = [{"role": "user", "content": goal}]
     while True:
         reply = ask_model(history)
@@ -46,11 +47,11 @@ def run_agent(goal: str, queued: bool) -> str:
         calls = reply.get("tool_calls")
         if not calls:
             return str(reply["content"])
-        if queued:
-            handles = [DBOS.enqueue_workflow("tools", run_queued_tool, call) for call in calls]
-            history += [each.get_result() for each in handles]
-        else:
+        if polling is None:
             history += [run_tool(call) for call in calls]
+        else:
+            handles = [DBOS.enqueue_workflow("tools", run_queued_tool, call) for call in calls]
+            history += [each.get_result(polling_interval_sec=polling) for each in handles]
 
 
 def main(url: str, how: str) -> None:
@@ -65,11 +66,12 @@ def main(url: str, how: str) -> None:
         }
     )
     DBOS.launch()
-    DBOS.register_queue("tools")
+    polling = {"inside": None, "queue": 1.0, "eager": 0.02}[how]
+    DBOS.register_queue("tools", polling_interval_sec=polling or 1.0)
     goal = Load().goal
 
     def run() -> None:
-        assert DBOS.start_workflow(run_agent, goal, how == "queue").get_result() == "done"
+        assert DBOS.start_workflow(run_agent, goal, polling).get_result() == "done"
 
     answer_counts(run)
     DBOS.destroy()
