@@ -7,8 +7,8 @@ local clock = redis.call('TIME')
 local now = tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000)
 
 -- Hints are put on their queues here, in the same write as what they are for, where those are in this very Redis:
--- then the store writes the queues and a Celery message for a step and for a call into this line. Else whoever
--- called is answered what to publish.
+-- then the store writes a function into this line, `ENVELOPES(run, step, index, tag)`, that answers the queue
+-- and the Celery message of a step (its index is empty) or a call. Else whoever called is answered what to publish.
 local ENVELOPES = nil
 
 local function add_event(events, cap, kind, step, call, data)
@@ -157,9 +157,7 @@ local PATIENCE = 5000
 -- Puts the hint of a holder, `<run>.<step>` or `<run>.<step>.<index>`, on its queue.
 local function send_hint(holder)
   local id, step, index = string.match(holder, '^([^.]+)%.(%d+)%.?(%d*)$')
-  local envelope = ENVELOPES[index == '' and 'step' or 'call']
-  local fields = {run = id, step = step, index = index, tag = holder .. '.' .. arrival}
-  redis.call('LPUSH', envelope.queue, (string.gsub(envelope.text, '{(%l+)}', fields)))
+  redis.call('LPUSH', ENVELOPES(id, step, index, holder .. '.' .. arrival))
 end
 
 -- An answer whose hint, that of `holder`, is sent here, or left with its number to whoever asked.
