@@ -16,17 +16,6 @@ local function add_event(events, cap, kind, step, call, data)
     'at', int(now), 'type', kind, 'step', step, 'call', call, 'data', data)
 end
 
-local function add_usage(run, requests, prompt, completion, total, unknown, cost)
-  redis.call('HINCRBY', run, 'requests', requests)
-  redis.call('HINCRBY', run, 'prompt_tokens', prompt)
-  redis.call('HINCRBY', run, 'completion_tokens', completion)
-  redis.call('HINCRBY', run, 'total_tokens', total)
-  redis.call('HINCRBY', run, 'unknown_usage', unknown)
-  if cost ~= '' then
-    redis.call('HINCRBY', run, 'cost', cost)
-  end
-end
-
 -- Numbers of a record, 0 where the field is missing.
 local function numbers(hash, ...)
   local values = redis.call('HMGET', hash, ...)
@@ -36,11 +25,22 @@ local function numbers(hash, ...)
   return unpack(values)
 end
 
+local function add_usage(run, requests, prompt, completion, total, unknown, cost)
+  local before = {numbers(run, 'requests', 'prompt_tokens', 'completion_tokens', 'total_tokens', 'unknown_usage')}
+  redis.call('HSET', run, 'requests', before[1] + requests, 'prompt_tokens', before[2] + prompt,
+    'completion_tokens', before[3] + completion, 'total_tokens', before[4] + total,
+    'unknown_usage', before[5] + unknown)
+  if cost ~= '' then
+    redis.call('HINCRBY', run, 'cost', cost)
+  end
+end
+
 -- Why a holder has no say (any more): its run is gone or has ended, or is no longer at that step and in
--- that phase (either may be nil, for a holder that an epoch identifies). Nil where it has.
-local function refuse(run, step, phase)
-  local status, at, number, stop = unpack(
-    redis.call('HMGET', run, 'status', 'phase', 'step', 'stop_reason'))
+-- that phase (either may be nil, for a holder that an epoch identifies). Nil where it has, and then the
+-- values of these further fields of the record.
+local function refuse(run, step, phase, ...)
+  local fields = redis.call('HMGET', run, 'status', 'phase', 'step', 'stop_reason', ...)
+  local status, at, number, stop = unpack(fields, 1, 4)
   if not status then
     return {'STALE'}
   end
@@ -50,6 +50,7 @@ local function refuse(run, step, phase)
   if step and (number ~= step or at ~= phase) then
     return {'STALE'}
   end
+  return nil, unpack(fields, 5)
 end
 
 -- Tells followers of budgets that are nearly used up, where there is something to tell.
@@ -72,35 +73,49 @@ local function tool_message(id, content)
   return '{"role":"tool","tool_call_id":' .. id .. ',"content":' .. content .. '}'
 end
 
--- Closes a block: every call's tool message, in call order, and the evidence found. A call without a
--- result gets `closer` as its content, so that no history ever holds an orphan. What a tool message
--- can't carry (images) follows the block as one user message.
-local function append_results(messages, calls, evidence, count, closer)
-  local parts = {}
-  for i = 0, count - 1 do
-    local call = redis.call('HMGET', calls, i .. '.id', i .. '.content', i .. '.evidence', i .. '.parts')
-    redis.call('RPUSH', messages, tool_message(call[1], call[2] or closer))
-    if call[3] then
-      redis.call('RPUSH', evidence, call[3])
-    end
-    parts[#parts + 1] = call[4] or nil
-  end
-  if #parts > 0 then
-    redis.call('RPUSH', messages, '{"role":"user","content":[' .. table.concat(parts, ',') .. ']}')
+-- Appends values to a list, in pieces: `unpack` fails on thousands of them.
+local function push_all(list, values)
+  for first = 1, #values, 1000 do
+    redis.call('RPUSH', list, unpack(values, first, math.min(first + 999, #values)))
   end
 end
 
--- Appends one list to another, in pieces: `unpack` fails on thousands of elements.
+-- Closes a block: every call's tool message, in call order, and the evidence found. A call without a
+-- result gets `closer` as its content, so that no history ever holds an orphan. What a tool message
+-- can't carry (images) follows the block as one user message. Answers the first call's final answer,
+-- of those that gave one.
+local function append_results(messages, calls, evidence, count, closer)
+  local block, parts, final = {}, {}, nil
+  for i = 0, count - 1 do
+    local id, content, found, part, answer = unpack(redis.call(
+      'HMGET', calls, i .. '.id', i .. '.content', i .. '.evidence', i .. '.parts', i .. '.final'))
+    block[#block + 1] = tool_message(id, content or closer)
+    if found then
+      redis.call('RPUSH', evidence, found)
+    end
+    parts[#parts + 1] = part or nil
+    final = final or answer or nil
+  end
+  if #parts > 0 then
+    block[#block + 1] = '{"role":"user","content":[' .. table.concat(parts, ',') .. ']}'
+  end
+  push_all(messages, block)
+  return final
+end
+
+-- Appends one list to another.
 local function append_list(from, to)
   for first = 0, redis.call('LLEN', from) - 1, 1000 do
-    redis.call('RPUSH', to, unpack(redis.call('LRANGE', from, first, first + 999)))
+    push_all(to, redis.call('LRANGE', from, first, first + 999))
   end
 end
 
 -- Moves what a user has sent meanwhile into the history. Only where no block is open.
 local function take_inbox(inbox, messages)
-  append_list(inbox, messages)
-  redis.call('DEL', inbox)
+  if redis.call('EXISTS', inbox) == 1 then
+    append_list(inbox, messages)
+    redis.call('DEL', inbox)
+  end
 end
 
 -- The same key of another run: `run` is the key of the run `id`, and `key` one that belongs to it.
@@ -118,9 +133,7 @@ local function follow_history(run, messages, previous, previous_messages)
   local given = redis.call('LRANGE', messages, 0, -1)
   redis.call('DEL', messages)
   append_list(previous_messages, messages)
-  for _, message in ipairs(given) do
-    redis.call('RPUSH', messages, message)
-  end
+  push_all(messages, given)
   redis.call('HSET', run, 'after', previous, 'goal', redis.call('LLEN', messages) - 1)
 end
 
