@@ -53,9 +53,7 @@ if state == 'running' and started >= starts then
   -- Started as often as it may be, and nobody knows what the last start did.
   return answer(starts > 1 and 'POISONED' or 'LOST')
 end
-if hints == 1 and hinted > tonumber(redis.call('GET', KEYS[5]) or 0) then
-  redis.call('SET', KEYS[5], int(hinted))
-end
+note_seen(KEYS[5], hinted, hints)
 local ends, granted = now + tonumber(ARGV[3]), {}
 if limits then
   local places = {run = KEYS[1], due = KEYS[6], slots = KEYS[7], waiting = KEYS[8], crowded = KEYS[9]}

@@ -80,10 +80,7 @@ end
 if deaths >= tonumber(ARGV[3]) then
   return answer('POISONED')
 end
-if hints == 1 and hinted > tonumber(redis.call('GET', KEYS[3]) or 0) then
-  -- A queue is first in, first out: any hint older than this one and still unseen is lost.
-  redis.call('SET', KEYS[3], int(hinted))
-end
+note_seen(KEYS[3], hinted, hints)
 take_inbox(KEYS[7], KEYS[6])
 redis.call('HSET', KEYS[1], 'status', 'running', 'epoch', epoch + 1, 'attempt', ARGV[5], 'hints', 1,
   'lease', int(now + tonumber(ARGV[2])))

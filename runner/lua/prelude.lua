@@ -53,6 +53,15 @@ local function refuse(run, step, phase, ...)
   return nil, unpack(fields, 5)
 end
 
+-- Notes that a hint was acted on, where it was the first for its work: a queue is first in, first out, so any
+-- hint older than this one and still unseen is lost. Recovery allows for a second; to note each would be a
+-- write for each.
+local function note_seen(seen, hinted, hints)
+  if hints == 1 and hinted > tonumber(redis.call('GET', seen) or 0) + 100 then
+    redis.call('SET', seen, int(hinted))
+  end
+end
+
 -- Tells followers of budgets that are nearly used up, where there is something to tell.
 local function warn_of_budgets(events, cap, step, data)
   if data ~= '' then
