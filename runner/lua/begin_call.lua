@@ -71,7 +71,7 @@ if limits then
 end
 started, epoch = started + 1, epoch + 1
 redis.call('HSET', KEYS[2], field .. 'state', 'running', field .. 'attempt', ARGV[5],
-  field .. 'epoch', epoch, field .. 'started', started, field .. 'hints', 1, field .. 'lease', int(ends))
+  field .. 'epoch', epoch, field .. 'started', started, field .. 'hints', 1, field .. 'lease', ends)
 add_event(KEYS[4], ARGV[4], 'call.started', step, step .. '.' .. ARGV[2],
   '{"attempt":' .. int(started) .. '}')
 return with_granted(answer('OK'), granted)

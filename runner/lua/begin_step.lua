@@ -66,8 +66,8 @@ if last_try then
   local other = redis.call('GET', KEYS[4])
   if other and other ~= KEYS[1] and numbers(other, 'lease') > now
       and string.find(redis.call('HGET', other, 'attempt') or '', ARGV[7], 1, true) == 1 then
-    redis.call('HSET', KEYS[1], 'not_before', int(now + 1000))
-    redis.call('ZADD', KEYS[5], int(now + 1000), ARGV[8])
+    redis.call('HSET', KEYS[1], 'not_before', now + 1000)
+    redis.call('ZADD', KEYS[5], now + 1000, ARGV[8])
     return {'BUSY'}
   end
   redis.call('SET', KEYS[4], KEYS[1], 'PX', int(deadline - now))
@@ -83,6 +83,6 @@ end
 note_seen(KEYS[3], hinted, hints)
 take_inbox(KEYS[7], KEYS[6])
 redis.call('HSET', KEYS[1], 'status', 'running', 'epoch', epoch + 1, 'attempt', ARGV[5], 'hints', 1,
-  'lease', int(now + tonumber(ARGV[2])))
+  'lease', now + tonumber(ARGV[2]))
 add_event(KEYS[2], ARGV[4], 'step.started', step, '', '{"attempt":' .. int(deaths + 1) .. '}')
 return hand_out()

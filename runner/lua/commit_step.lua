@@ -69,9 +69,9 @@ if ARGV[7] ~= '0' then
   redis.call('HINCRBY', KEYS[1], 'invalid_calls', ARGV[7])
 end
 redis.call('HSET', KEYS[1], 'lease', 0, 'not_before', 0, 'deaths', 0, 'releases', 0, 'model_attempts', 0,
-  'hinted', int(now), 'hints', 1, 'status', 'running', 'fingerprint', ARGV[16],
+  'hinted', now, 'hints', 1, 'status', 'running', 'fingerprint', ARGV[16],
   'phase', count > 0 and 'tools' or 'model', 'calls', count)
-redis.call('ZADD', KEYS[7], int(now + tonumber(ARGV[4])), ARGV[1])
+redis.call('ZADD', KEYS[7], now + tonumber(ARGV[4]), ARGV[1])
 add_event(KEYS[5], ARGV[5], 'model.answered', step, '', ARGV[15])
 if count == 0 then
   redis.call('HINCRBY', KEYS[1], 'step', 1)
@@ -115,7 +115,7 @@ for index = 0, count - 1 do
       state = 'approval'
       patience = tonumber(patience)
       redis.call('HSET', KEYS[3], field .. 'digest', digest,
-        field .. 'decide_by', patience > 0 and int(now + patience) or 0)
+        field .. 'decide_by', patience > 0 and now + patience or 0)
       asked = true
     elseif free > 0 then
       state = 'queued'
@@ -133,7 +133,7 @@ for index = 0, count - 1 do
       end
     end
     held_back = held_back or state == 'held'
-    open_call(field .. 'state', state, field .. 'hinted', int(now), field .. 'hints', 1)
+    open_call(field .. 'state', state, field .. 'hinted', now, field .. 'hints', 1)
     if digest then
       add_event(KEYS[5], ARGV[5], 'approval.requested', step, call, ARGV[at + 2])
     else

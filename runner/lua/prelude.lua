@@ -1,8 +1,10 @@
--- What every transition shares. Redis' own clock is the only clock: skew between workers is harmless.
+-- What every transition shares; a script has what it uses of these paragraphs.
+-- A whole number as text, for a text or an answer. Commands take whole numbers as they are, which costs less.
 local function int(number)
   return string.format('%.0f', number)
 end
 
+-- Redis' own clock is the only clock: skew between workers is harmless.
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000)
 
@@ -13,7 +15,7 @@ local ENVELOPES = nil
 
 local function add_event(events, cap, kind, step, call, data)
   redis.call('XADD', events, 'MAXLEN', '~', cap, '*',
-    'at', int(now), 'type', kind, 'step', step, 'call', call, 'data', data)
+    'at', now, 'type', kind, 'step', step, 'call', call, 'data', data)
 end
 
 -- Numbers of a record, 0 where the field is missing.
@@ -58,7 +60,7 @@ end
 -- write for each.
 local function note_seen(seen, hinted, hints)
   if hints == 1 and hinted > tonumber(redis.call('GET', seen) or 0) + 100 then
-    redis.call('SET', seen, int(hinted))
+    redis.call('SET', seen, hinted)
   end
 end
 

@@ -109,8 +109,8 @@ if redis.call('HLEN', KEYS[4]) < tonumber(count) then
     asked = asked or state == 'asked' or state == 'approval'
     moving = moving or state == 'queued' or state == 'running' or state == 'held' or state == 'parked'
     if state == 'held' and held_place then
-      redis.call('HSET', KEYS[3], next .. '.state', 'queued', next .. '.hinted', int(now))
-      redis.call('ZADD', KEYS[8], 'LT', int(now + tonumber(ARGV[4])), ARGV[1])
+      redis.call('HSET', KEYS[3], next .. '.state', 'queued', next .. '.hinted', now)
+      redis.call('ZADD', KEYS[8], 'LT', now + tonumber(ARGV[4]), ARGV[1])
       redis.call('HSET', KEYS[3], field .. 'turn', next)
       return with_granted(with_hint('WAIT', ARGV[1] .. '.' .. step .. '.' .. next, next), granted)
     end
@@ -128,6 +128,6 @@ end
 redis.call('DEL', KEYS[3], KEYS[4])
 local following = int(step + 1)
 redis.call('HSET', KEYS[1], 'step', following, 'phase', 'model', 'calls', 0, 'status', 'queued',
-  'hinted', int(now), 'hints', 1, 'closed_by', ARGV[12])
-redis.call('ZADD', KEYS[8], int(now + tonumber(ARGV[4])), ARGV[1])
+  'hinted', now, 'hints', 1, 'closed_by', ARGV[12])
+redis.call('ZADD', KEYS[8], now + tonumber(ARGV[4]), ARGV[1])
 return with_granted(with_hint('LAST', ARGV[1] .. '.' .. following, following), granted)
