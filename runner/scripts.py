@@ -1,7 +1,8 @@
 """Loads the Lua transitions and checks their headers, so that a script is called as it is written.
 
-A script's header names its purpose, each `KEYS[n]`, each `ARGV[n]` and the words it returns; the
-prelude (clock, events, tool messages, hints) is put in front of each.
+A script's header names its purpose, each `KEYS[n]`, each `ARGV[n]` and the words it returns. In
+front of each stands what it uses of the prelude (clock, events, tool messages, hints), and no more:
+Redis makes every function there anew each time that a script is called.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ FOLDER = Path(__file__).parent / "lua"
 KEY_LINE = re.compile(r"^-- KEYS\[(\d+)\] (\w+) ([A-Z]+)\b", re.MULTILINE)
 ARG_LINE = re.compile(r"^-- ARGV\[(\d+)(\.\.)?\] (\w+)", re.MULTILINE)
 RETURNS_LINE = re.compile(r"^-- Returns ((?:[A-Z]+)(?: \| [A-Z]+)*)", re.MULTILINE)
-
+COMMENT = re.compile(r"--.*")
+DEFINED = re.compile(r"^local (?:function )?(\w+)", re.MULTILINE)
+HOLE = re.compile(r"\{(run|step|index|tag)\}")
 
 NO_ENVELOPES = "local ENVELOPES = nil\n"
 """The line of the prelude into which a store writes how hints are sent."""
@@ -54,14 +57,18 @@ class ScriptText:
 
     @property
     def text(self) -> str:
-        return _read("prelude") + self.body
+        return _used_prelude(self.body) + self.body
 
     def sending(self, envelopes: Envelopes | None) -> str:
         """The text of the script for a store that has it send its hints."""
         if envelopes is None:
             return self.text
-        written = f"step = {_lua(envelopes.step)}, call = {_lua(envelopes.call)}"
-        return self.text.replace(NO_ENVELOPES, f"local ENVELOPES = {{{written}}}\n", 1)
+        writer = (
+            "local function ENVELOPES(run, step, index, tag)\n"
+            f"  if index == '' then\n    return {_lua(envelopes.step)}\n  end\n"
+            f"  return {_lua(envelopes.call)}\nend\n"
+        )
+        return self.text.replace(NO_ENVELOPES, writer, 1)
 
 
 def script_names() -> list[str]:
@@ -83,8 +90,28 @@ def load_script(name: str) -> ScriptText:
     )
 
 
+def _used_prelude(body: str) -> str:
+    """The paragraphs of the prelude that a script uses, with those that these use in turn."""
+    used, kept = _names(body), ""
+    # None uses what is written below it.
+    for paragraph in reversed(_read("prelude").strip().split("\n\n")):
+        if not used.isdisjoint(DEFINED.findall(paragraph)):
+            used |= _names(paragraph)
+            kept = f"{paragraph}\n\n{kept}"
+    return kept
+
+
+def _names(code: str) -> set[str]:
+    return set(re.findall(r"\w+", COMMENT.sub("", code)))
+
+
 def _lua(envelope: Envelope) -> str:
-    return f"{{queue = [==[{envelope.queue}]==], text = [==[{envelope.text}]==]}}"
+    """The queue and the text, as expressions of `run`, `step`, `index` and `tag`."""
+    literal, *more = HOLE.split(envelope.text)
+    text = f"[==[{literal}]==]"
+    for hole, literal in zip(more[::2], more[1::2], strict=True):
+        text += f" .. {hole} .. [==[{literal}]==]"
+    return f"[==[{envelope.queue}]==], {text}"
 
 
 @cache

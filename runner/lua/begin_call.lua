@@ -19,33 +19,33 @@
 -- ARGV[7] id of the run
 -- Returns OK | STALE | CANCELLED | DUPLICATE | EXPIRED | BUSY | PARKED | LOST | POISONED | NEWER, with now, the call's decision, starts and epoch, and the record
 local step = ARGV[1]
-local refused = refuse(KEYS[1], step, 'tools')
+local refused, schema, deadline = refuse(KEYS[1], step, 'tools', 'schema', 'deadline')
 if refused then
   return refused
 end
-if numbers(KEYS[1], 'schema') > tonumber(ARGV[6]) then
+if tonumber(schema or 0) > tonumber(ARGV[6]) then
   return {'NEWER'}
 end
 local field = ARGV[2] .. '.'
-local decision, state = unpack(redis.call('HMGET', KEYS[2], field .. 'decision', field .. 'state'))
+local decision, state, attempt, limits, order = unpack(redis.call('HMGET', KEYS[2], field .. 'decision',
+  field .. 'state', field .. 'attempt', field .. 'limits', field .. 'order'))
 if not decision then
   return {'STALE'}
 end
 if redis.call('HEXISTS', KEYS[3], ARGV[2]) == 1 then
   return {'DUPLICATE'}
 end
+local lease, not_before, starts, started, epoch, hinted, hints = numbers(KEYS[2], field .. 'lease',
+  field .. 'not_before', field .. 'starts', field .. 'started', field .. 'epoch', field .. 'hinted', field .. 'hints')
 local function answer(word)
-  local started, epoch = numbers(KEYS[2], field .. 'started', field .. 'epoch')
   return {word, int(now), decision, int(started), int(epoch), redis.call('HGETALL', KEYS[1])}
 end
-if redis.call('HGET', KEYS[2], field .. 'attempt') == ARGV[5] then
+if attempt == ARGV[5] then
   return answer('OK')
 end
-if now >= numbers(KEYS[1], 'deadline') then
+if now >= tonumber(deadline or 0) then
   return answer('EXPIRED')
 end
-local lease, not_before, starts, started, hinted, hints = numbers(KEYS[2], field .. 'lease',
-  field .. 'not_before', field .. 'starts', field .. 'started', field .. 'hinted', field .. 'hints')
 if state == 'held' or state == 'asked' or state == 'approval' or now < lease or now < not_before then
   return {'BUSY'}
 end
@@ -53,16 +53,12 @@ if state == 'running' and started >= starts then
   -- Started as often as it may be, and nobody knows what the last start did.
   return answer(starts > 1 and 'POISONED' or 'LOST')
 end
-if hints == 1 and hinted > tonumber(redis.call('GET', KEYS[5]) or 0) then
-  redis.call('SET', KEYS[5], int(hinted))
-end
+note_seen(KEYS[5], hinted, hints)
 local ends, granted = now + tonumber(ARGV[3]), {}
-local limits, order, epoch = unpack(
-  redis.call('HMGET', KEYS[2], field .. 'limits', field .. 'order', field .. 'epoch'))
 if limits then
   local places = {run = KEYS[1], due = KEYS[6], slots = KEYS[7], waiting = KEYS[8], crowded = KEYS[9]}
   local holder = ARGV[7] .. '.' .. step .. '.' .. ARGV[2]
-  local full = take_places(places, limits, holder, holder .. '#' .. ((epoch or 0) + 1), order or arrival, ends, granted)
+  local full = take_places(places, limits, holder, holder .. '#' .. (epoch + 1), order or arrival, ends, granted)
   redis.call('HSETNX', KEYS[2], field .. 'order', arrival)
   if full then
     redis.call('HSET', KEYS[2], field .. 'state', 'parked', field .. 'lease', 0)
@@ -73,11 +69,9 @@ if limits then
     return with_granted({'PARKED'}, granted)
   end
 end
-redis.call('HINCRBY', KEYS[2], field .. 'epoch', 1)
-redis.call('HINCRBY', KEYS[2], field .. 'started', 1)
+started, epoch = started + 1, epoch + 1
 redis.call('HSET', KEYS[2], field .. 'state', 'running', field .. 'attempt', ARGV[5],
-  field .. 'hints', 1,
-  field .. 'lease', int(ends))
+  field .. 'epoch', epoch, field .. 'started', started, field .. 'hints', 1, field .. 'lease', ends)
 add_event(KEYS[4], ARGV[4], 'call.started', step, step .. '.' .. ARGV[2],
-  '{"attempt":' .. int(started + 1) .. '}')
+  '{"attempt":' .. int(started) .. '}')
 return with_granted(answer('OK'), granted)

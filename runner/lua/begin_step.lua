@@ -18,34 +18,35 @@
 -- ARGV[10] created: when the run was that these are of
 -- Returns OK | STALE | CANCELLED | FAILED | ANSWERED | EXPIRED | CAPPED | EXHAUSTED | BUSY | POISONED | NEWER, with now and the record; OK with 1 where the known messages stand, and those behind them, or else all
 local step = ARGV[1]
-local refused = refuse(KEYS[1], step, 'model')
+local refused, attempt, created, fatal, final = refuse(
+  KEYS[1], step, 'model', 'attempt', 'created', 'fatal', 'final')
 if refused then
   return refused
 end
-if numbers(KEYS[1], 'schema') > tonumber(ARGV[6]) then
+local schema, deadline, max_steps, max_tokens, tokens, max_cost, cost = numbers(
+  KEYS[1], 'schema', 'deadline', 'max_steps', 'max_tokens', 'total_tokens', 'max_cost', 'cost')
+if schema > tonumber(ARGV[6]) then
   return {'NEWER'}
 end
 local function answer(word)
   return {word, int(now), redis.call('HGETALL', KEYS[1])}
 end
 local function hand_out()
-  local stands = redis.call('HGET', KEYS[1], 'created') == ARGV[10] and tonumber(ARGV[9]) <= redis.call('LLEN', KEYS[6])
+  local stands = created == ARGV[10] and tonumber(ARGV[9]) <= redis.call('LLEN', KEYS[6])
   local tail = redis.call('LRANGE', KEYS[6], stands and ARGV[9] or 0, -1)
   return {'OK', int(now), redis.call('HGETALL', KEYS[1]), stands and '1' or '0', tail}
 end
-if redis.call('HGET', KEYS[1], 'attempt') == ARGV[5] then
+if attempt == ARGV[5] then
   return hand_out()
 end
-if redis.call('HEXISTS', KEYS[1], 'fatal') == 1 then
+if fatal then
   return answer('FAILED')
 end
-if redis.call('HEXISTS', KEYS[1], 'final') == 1 then
+if final then
   return answer('ANSWERED')
 end
-local deadline, max_steps, max_tokens, tokens, max_cost, cost = numbers(
-  KEYS[1], 'deadline', 'max_steps', 'max_tokens', 'total_tokens', 'max_cost', 'cost')
-local not_before, lease, deaths, hinted, hints = numbers(
-  KEYS[1], 'not_before', 'lease', 'deaths', 'hinted', 'hints')
+local epoch, not_before, lease, deaths, hinted, hints = numbers(
+  KEYS[1], 'epoch', 'not_before', 'lease', 'deaths', 'hinted', 'hints')
 if now >= deadline then
   return answer('EXPIRED')
 end
@@ -65,8 +66,8 @@ if last_try then
   local other = redis.call('GET', KEYS[4])
   if other and other ~= KEYS[1] and numbers(other, 'lease') > now
       and string.find(redis.call('HGET', other, 'attempt') or '', ARGV[7], 1, true) == 1 then
-    redis.call('HSET', KEYS[1], 'not_before', int(now + 1000))
-    redis.call('ZADD', KEYS[5], int(now + 1000), ARGV[8])
+    redis.call('HSET', KEYS[1], 'not_before', now + 1000)
+    redis.call('ZADD', KEYS[5], now + 1000, ARGV[8])
     return {'BUSY'}
   end
   redis.call('SET', KEYS[4], KEYS[1], 'PX', int(deadline - now))
@@ -79,13 +80,9 @@ end
 if deaths >= tonumber(ARGV[3]) then
   return answer('POISONED')
 end
-if hints == 1 and hinted > tonumber(redis.call('GET', KEYS[3]) or 0) then
-  -- A queue is first in, first out: any hint older than this one and still unseen is lost.
-  redis.call('SET', KEYS[3], int(hinted))
-end
+note_seen(KEYS[3], hinted, hints)
 take_inbox(KEYS[7], KEYS[6])
-redis.call('HINCRBY', KEYS[1], 'epoch', 1)
-redis.call('HSET', KEYS[1], 'status', 'running', 'attempt', ARGV[5], 'hints', 1,
-  'lease', int(now + tonumber(ARGV[2])))
+redis.call('HSET', KEYS[1], 'status', 'running', 'epoch', epoch + 1, 'attempt', ARGV[5], 'hints', 1,
+  'lease', now + tonumber(ARGV[2]))
 add_event(KEYS[2], ARGV[4], 'step.started', step, '', '{"attempt":' .. int(deaths + 1) .. '}')
 return hand_out()

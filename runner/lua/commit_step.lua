@@ -33,12 +33,12 @@
 --   or `approval <digest> <ms>` somebody who approves these arguments first, within so many ms (0: by the
 --   run's deadline)
 -- Returns OK | ALREADY | STALE | FENCED | CANCELLED, with the indexes whose hints are to be published
-local refused = refuse(KEYS[1])
+local refused, phase, step, epoch, all_refused, deadline = refuse(
+  KEYS[1], nil, nil, 'phase', 'step', 'epoch', 'all_refused', 'deadline')
 if refused then
   return refused
 end
-local phase, step, epoch = unpack(redis.call('HMGET', KEYS[1], 'phase', 'step', 'epoch'))
-if redis.call('HGET', KEYS[1], 'all_refused') == ARGV[3] and epoch == ARGV[3] then
+if all_refused == ARGV[3] and epoch == ARGV[3] then
   return {'ALREADY'}
 end
 if step ~= ARGV[2] or epoch ~= ARGV[3] then
@@ -64,12 +64,15 @@ end
 redis.call('RPUSH', KEYS[6], ARGV[14])
 add_usage(KEYS[1], ARGV[8], ARGV[9], ARGV[10], ARGV[11], ARGV[12], ARGV[13])
 warn_of_budgets(KEYS[5], ARGV[5], step, ARGV[17])
-redis.call('HINCRBY', KEYS[1], 'invalid_calls', ARGV[7])
-redis.call('HSET', KEYS[1], 'lease', 0, 'not_before', 0, 'deaths', 0, 'releases', 0, 'model_attempts', 0,
-  'hinted', int(now), 'hints', 1, 'status', 'running', 'fingerprint', ARGV[16])
-redis.call('ZADD', KEYS[7], int(now + tonumber(ARGV[4])), ARGV[1])
-add_event(KEYS[5], ARGV[5], 'model.answered', step, '', ARGV[15])
 local count = (#ARGV - first_call + 1) / 10
+if ARGV[7] ~= '0' then
+  redis.call('HINCRBY', KEYS[1], 'invalid_calls', ARGV[7])
+end
+redis.call('HSET', KEYS[1], 'lease', 0, 'not_before', 0, 'deaths', 0, 'releases', 0, 'model_attempts', 0,
+  'hinted', now, 'hints', 1, 'status', 'running', 'fingerprint', ARGV[16],
+  'phase', count > 0 and 'tools' or 'model', 'calls', count)
+redis.call('ZADD', KEYS[7], now + tonumber(ARGV[4]), ARGV[1])
+add_event(KEYS[5], ARGV[5], 'model.answered', step, '', ARGV[15])
 if count == 0 then
   redis.call('HINCRBY', KEYS[1], 'step', 1)
   redis.call('HSET', KEYS[1], 'status', 'queued', 'all_refused', epoch)
@@ -78,30 +81,32 @@ end
 redis.call('DEL', KEYS[3], KEYS[4])
 local free = tonumber(ARGV[6])
 local hints, asked, moving = {'OK'}, false, false
-local decide_by = numbers(KEYS[1], 'deadline')
-redis.call('HSET', KEYS[3], 'parallel', ARGV[6])
-for index = 0, count - 1 do
-  local at = first_call + index * 10
-  local call = step .. '.' .. index
-  local field = index .. '.'
+local decide_by = tonumber(deadline or 0)
+local started, used, held_back = 0, {}, false
+local at, field  -- where the call that is opened stands in ARGV, and in the hash
+local function open_call(...)
   redis.call('HSET', KEYS[3], field .. 'id', ARGV[at], field .. 'decision', ARGV[at + 1],
-    field .. 'starts', ARGV[at + 3])
+    field .. 'starts', ARGV[at + 3], ...)
+end
+for index = 0, count - 1 do
+  local call = step .. '.' .. index
+  at, field = first_call + index * 10, index .. '.'
   if ARGV[at + 4] ~= '' then
     -- Refused by the runtime: its result stands from the start, and it never runs.
     redis.call('HSET', KEYS[4], index, ARGV[at + 4])
-    redis.call('HSET', KEYS[3], field .. 'state', 'done', field .. 'content', ARGV[at + 5])
+    open_call(field .. 'state', 'done', field .. 'content', ARGV[at + 5])
     redis.call('RPUSH', KEYS[6], ARGV[at + 6])
     add_event(KEYS[5], ARGV[5], 'call.finished', step, call, ARGV[at + 2])
   elseif ARGV[at + 8] == 'asked' then
     -- Answered by a user and not by a worker: nothing is published, and nothing holds it.
-    redis.call('HSET', KEYS[3], field .. 'state', 'asked')
+    open_call(field .. 'state', 'asked')
     add_event(KEYS[5], ARGV[5], 'run.waiting', step, call, ARGV[at + 2])
     asked = true
   else
-    redis.call('HINCRBY', KEYS[1], 'tool_calls', 1)
-    redis.call('HINCRBY', KEYS[1], 'used.' .. ARGV[at + 7], 1)
-    if ARGV[at + 9] ~= '' then
-      redis.call('HSET', KEYS[3], field .. 'limits', ARGV[at + 9])
+    local name, limits = ARGV[at + 7], ARGV[at + 9]
+    started, used[name] = started + 1, (used[name] or 0) + 1
+    if limits ~= '' then
+      redis.call('HSET', KEYS[3], field .. 'limits', limits)
     end
     local digest, patience = string.match(ARGV[at + 8], '^approval (%x+) (%d+)$')
     local state = 'held'
@@ -111,7 +116,7 @@ for index = 0, count - 1 do
       state = 'approval'
       patience = tonumber(patience)
       redis.call('HSET', KEYS[3], field .. 'digest', digest,
-        field .. 'decide_by', patience > 0 and int(now + patience) or 0)
+        field .. 'decide_by', patience > 0 and now + patience or 0)
       if patience > 0 then
         decide_by = math.min(decide_by, now + patience)
       end
@@ -119,19 +124,20 @@ for index = 0, count - 1 do
     elseif free > 0 then
       state = 'queued'
       free = free - 1
-      local order = int(arrival + index)
-      full = join_queues(places, ARGV[at + 9], ARGV[1] .. '.' .. call, order)
+      if limits ~= '' then
+        local order = int(arrival + index)
+        full = join_queues(places, limits, ARGV[1] .. '.' .. call, order)
+        redis.call('HSET', KEYS[3], field .. 'order', order)
+      end
       if full then
         state = 'parked'
         moving = true
       else
         hints[#hints + 1] = index
       end
-      if ARGV[at + 9] ~= '' then
-        redis.call('HSET', KEYS[3], field .. 'order', order)
-      end
     end
-    redis.call('HSET', KEYS[3], field .. 'state', state, field .. 'hinted', int(now), field .. 'hints', 1)
+    held_back = held_back or state == 'held'
+    open_call(field .. 'state', state, field .. 'hinted', now, field .. 'hints', 1)
     if digest then
       add_event(KEYS[5], ARGV[5], 'approval.requested', step, call, ARGV[at + 2])
     else
@@ -143,7 +149,13 @@ for index = 0, count - 1 do
     end
   end
 end
-redis.call('HSET', KEYS[1], 'phase', 'tools', 'calls', count)
+redis.call('HSET', KEYS[3], 'parallel', ARGV[6], 'at_once', (asked or held_back) and 0 or 1)
+if started > 0 then
+  redis.call('HINCRBY', KEYS[1], 'tool_calls', started)
+end
+for name, times in pairs(used) do
+  redis.call('HINCRBY', KEYS[1], 'used.' .. name, times)
+end
 if asked and #hints == 1 and not moving then
   -- There is no hint to be lost: nobody has to look before the time of somebody who is to act is over.
   redis.call('HSET', KEYS[1], 'status', 'waiting')

@@ -1,19 +1,21 @@
--- What every transition shares. Redis' own clock is the only clock: skew between workers is harmless.
+-- What every transition shares; a script has what it uses of these paragraphs.
+-- A whole number as text, for a text or an answer. Commands take whole numbers as they are, which costs less.
 local function int(number)
   return string.format('%.0f', number)
 end
 
+-- Redis' own clock is the only clock: skew between workers is harmless.
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000)
 
 -- Hints are put on their queues here, in the same write as what they are for, where those are in this very Redis:
--- then the store writes the queues and a Celery message for a step and for a call into this line. Else whoever
--- called is answered what to publish.
+-- then the store writes a function into this line, `ENVELOPES(run, step, index, tag)`, that answers the queue
+-- and the Celery message of a step (its index is empty) or a call. Else whoever called is answered what to publish.
 local ENVELOPES = nil
 
 local function add_event(events, cap, kind, step, call, data)
   redis.call('XADD', events, 'MAXLEN', '~', cap, '*',
-    'at', int(now), 'type', kind, 'step', step, 'call', call, 'data', data)
+    'at', now, 'type', kind, 'step', step, 'call', call, 'data', data)
 end
 
 -- Gives back what Redis keeps free behind a short stream, up to 4 KB, for a run that is to rest: a copy is as long
@@ -27,17 +29,6 @@ local function pack_events(events)
   end
 end
 
-local function add_usage(run, requests, prompt, completion, total, unknown, cost)
-  redis.call('HINCRBY', run, 'requests', requests)
-  redis.call('HINCRBY', run, 'prompt_tokens', prompt)
-  redis.call('HINCRBY', run, 'completion_tokens', completion)
-  redis.call('HINCRBY', run, 'total_tokens', total)
-  redis.call('HINCRBY', run, 'unknown_usage', unknown)
-  if cost ~= '' then
-    redis.call('HINCRBY', run, 'cost', cost)
-  end
-end
-
 -- Numbers of a record, 0 where the field is missing.
 local function numbers(hash, ...)
   local values = redis.call('HMGET', hash, ...)
@@ -47,11 +38,22 @@ local function numbers(hash, ...)
   return unpack(values)
 end
 
+local function add_usage(run, requests, prompt, completion, total, unknown, cost)
+  local before = {numbers(run, 'requests', 'prompt_tokens', 'completion_tokens', 'total_tokens', 'unknown_usage')}
+  redis.call('HSET', run, 'requests', before[1] + requests, 'prompt_tokens', before[2] + prompt,
+    'completion_tokens', before[3] + completion, 'total_tokens', before[4] + total,
+    'unknown_usage', before[5] + unknown)
+  if cost ~= '' then
+    redis.call('HINCRBY', run, 'cost', cost)
+  end
+end
+
 -- Why a holder has no say (any more): its run is gone or has ended, or is no longer at that step and in
--- that phase (either may be nil, for a holder that an epoch identifies). Nil where it has.
-local function refuse(run, step, phase)
-  local status, at, number, stop = unpack(
-    redis.call('HMGET', run, 'status', 'phase', 'step', 'stop_reason'))
+-- that phase (either may be nil, for a holder that an epoch identifies). Nil where it has, and then the
+-- values of these further fields of the record.
+local function refuse(run, step, phase, ...)
+  local fields = redis.call('HMGET', run, 'status', 'phase', 'step', 'stop_reason', ...)
+  local status, at, number, stop = unpack(fields, 1, 4)
   if not status then
     return {'STALE'}
   end
@@ -60,6 +62,16 @@ local function refuse(run, step, phase)
   end
   if step and (number ~= step or at ~= phase) then
     return {'STALE'}
+  end
+  return nil, unpack(fields, 5)
+end
+
+-- Notes that a hint was acted on, where it was the first for its work: a queue is first in, first out, so any
+-- hint older than this one and still unseen is lost. Recovery allows for a second; to note each would be a
+-- write for each.
+local function note_seen(seen, hinted, hints)
+  if hints == 1 and hinted > tonumber(redis.call('GET', seen) or 0) + 100 then
+    redis.call('SET', seen, hinted)
   end
 end
 
@@ -83,35 +95,49 @@ local function tool_message(id, content)
   return '{"role":"tool","tool_call_id":' .. id .. ',"content":' .. content .. '}'
 end
 
--- Closes a block: every call's tool message, in call order, and the evidence found. A call without a
--- result gets `closer` as its content, so that no history ever holds an orphan. What a tool message
--- can't carry (images) follows the block as one user message.
-local function append_results(messages, calls, evidence, count, closer)
-  local parts = {}
-  for i = 0, count - 1 do
-    local call = redis.call('HMGET', calls, i .. '.id', i .. '.content', i .. '.evidence', i .. '.parts')
-    redis.call('RPUSH', messages, tool_message(call[1], call[2] or closer))
-    if call[3] then
-      redis.call('RPUSH', evidence, call[3])
-    end
-    parts[#parts + 1] = call[4] or nil
-  end
-  if #parts > 0 then
-    redis.call('RPUSH', messages, '{"role":"user","content":[' .. table.concat(parts, ',') .. ']}')
+-- Appends values to a list, in pieces: `unpack` fails on thousands of them.
+local function push_all(list, values)
+  for first = 1, #values, 1000 do
+    redis.call('RPUSH', list, unpack(values, first, math.min(first + 999, #values)))
   end
 end
 
--- Appends one list to another, in pieces: `unpack` fails on thousands of elements.
+-- Closes a block: every call's tool message, in call order, and the evidence found. A call without a
+-- result gets `closer` as its content, so that no history ever holds an orphan. What a tool message
+-- can't carry (images) follows the block as one user message. Answers the first call's final answer,
+-- of those that gave one.
+local function append_results(messages, calls, evidence, count, closer)
+  local block, parts, final = {}, {}, nil
+  for i = 0, count - 1 do
+    local id, content, found, part, answer = unpack(redis.call(
+      'HMGET', calls, i .. '.id', i .. '.content', i .. '.evidence', i .. '.parts', i .. '.final'))
+    block[#block + 1] = tool_message(id, content or closer)
+    if found then
+      redis.call('RPUSH', evidence, found)
+    end
+    parts[#parts + 1] = part or nil
+    final = final or answer or nil
+  end
+  if #parts > 0 then
+    block[#block + 1] = '{"role":"user","content":[' .. table.concat(parts, ',') .. ']}'
+  end
+  push_all(messages, block)
+  return final
+end
+
+-- Appends one list to another.
 local function append_list(from, to)
   for first = 0, redis.call('LLEN', from) - 1, 1000 do
-    redis.call('RPUSH', to, unpack(redis.call('LRANGE', from, first, first + 999)))
+    push_all(to, redis.call('LRANGE', from, first, first + 999))
   end
 end
 
 -- Moves what a user has sent meanwhile into the history. Only where no block is open.
 local function take_inbox(inbox, messages)
-  append_list(inbox, messages)
-  redis.call('DEL', inbox)
+  if redis.call('EXISTS', inbox) == 1 then
+    append_list(inbox, messages)
+    redis.call('DEL', inbox)
+  end
 end
 
 -- The same key of another run: `run` is the key of the run `id`, and `key` one that belongs to it.
@@ -129,9 +155,7 @@ local function follow_history(run, messages, previous, previous_messages)
   local given = redis.call('LRANGE', messages, 0, -1)
   redis.call('DEL', messages)
   append_list(previous_messages, messages)
-  for _, message in ipairs(given) do
-    redis.call('RPUSH', messages, message)
-  end
+  push_all(messages, given)
   redis.call('HSET', run, 'after', previous, 'goal', redis.call('LLEN', messages) - 1)
 end
 
@@ -168,9 +192,7 @@ local PATIENCE = 5000
 -- Puts the hint of a holder, `<run>.<step>` or `<run>.<step>.<index>`, on its queue.
 local function send_hint(holder)
   local id, step, index = string.match(holder, '^([^.]+)%.(%d+)%.?(%d*)$')
-  local envelope = ENVELOPES[index == '' and 'step' or 'call']
-  local fields = {run = id, step = step, index = index, tag = holder .. '.' .. arrival}
-  redis.call('LPUSH', envelope.queue, (string.gsub(envelope.text, '{(%l+)}', fields)))
+  redis.call('LPUSH', ENVELOPES(id, step, index, holder .. '.' .. arrival))
 end
 
 -- An answer whose hint, that of `holder`, is sent here, or left with its number to whoever asked.

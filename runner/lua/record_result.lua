@@ -32,17 +32,18 @@
 -- ARGV[18] digest of the arguments that were shown, or empty
 -- ARGV[19] whole text of a result that was cut for the model, or empty
 -- Returns WAIT | LAST | DUPLICATE | STALE | FENCED | DECIDED, with the index of a held call whose turn has come or the number of the next step, where its hint is to be published
-local status, phase, step, count = unpack(
-  redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'calls'))
+local status, phase, step, count, closed_by = unpack(
+  redis.call('HMGET', KEYS[1], 'status', 'phase', 'step', 'calls', 'closed_by'))
 if not status then
   return {'STALE'}
 end
 local index = ARGV[3]
 local field = index .. '.'
-if redis.call('HGET', KEYS[1], 'closed_by') == ARGV[12] then
+if closed_by == ARGV[12] then
   return {'LAST', not ENVELOPES and int(ARGV[2] + 1) or nil}
 end
-local recorded, turn = unpack(redis.call('HMGET', KEYS[3], field .. 'recorded_by', field .. 'turn'))
+local recorded, turn, was, digest, limits, at_once = unpack(redis.call('HMGET', KEYS[3],
+  field .. 'recorded_by', field .. 'turn', field .. 'state', field .. 'digest', field .. 'limits', 'at_once'))
 if recorded == ARGV[12] then
   return {'WAIT', not ENVELOPES and turn or nil}
 end
@@ -62,7 +63,6 @@ if not open or redis.call('HEXISTS', KEYS[4], index) == 1 then
   end
   return {open and 'DUPLICATE' or 'STALE'}
 end
-local was, digest = unpack(redis.call('HMGET', KEYS[3], field .. 'state', field .. 'digest'))
 if not was then
   return {'STALE'}
 end
@@ -78,7 +78,7 @@ end
 redis.call('HSET', KEYS[4], index, ARGV[6])
 local places = {run = KEYS[1], due = KEYS[8], slots = KEYS[10], waiting = KEYS[11], crowded = KEYS[12]}
 local granted = {}
-free_places(places, redis.call('HGET', KEYS[3], field .. 'limits'), ARGV[1] .. '.' .. call, granted)
+free_places(places, limits, ARGV[1] .. '.' .. call, granted)
 redis.call('HSET', KEYS[3], field .. 'state', 'done', field .. 'content', ARGV[7],
   field .. 'recorded_by', ARGV[12])
 if ARGV[8] ~= '' then
@@ -103,13 +103,14 @@ redis.call('RPUSH', KEYS[7], ARGV[10])
 add_event(KEYS[6], ARGV[5], 'call.finished', step, call, ARGV[11])
 if redis.call('HLEN', KEYS[4]) < tonumber(count) then
   local asked, moving = false, false
-  for next = 0, count - 1 do
+  -- Where all went out at once, none is held back or waits for a person, and there is no need to look.
+  for next = 0, at_once == '1' and -1 or count - 1 do
     local state = redis.call('HGET', KEYS[3], next .. '.state')
     asked = asked or state == 'asked' or state == 'approval'
     moving = moving or state == 'queued' or state == 'running' or state == 'held' or state == 'parked'
     if state == 'held' and held_place then
-      redis.call('HSET', KEYS[3], next .. '.state', 'queued', next .. '.hinted', int(now))
-      redis.call('ZADD', KEYS[8], 'LT', int(now + tonumber(ARGV[4])), ARGV[1])
+      redis.call('HSET', KEYS[3], next .. '.state', 'queued', next .. '.hinted', now)
+      redis.call('ZADD', KEYS[8], 'LT', now + tonumber(ARGV[4]), ARGV[1])
       redis.call('HSET', KEYS[3], field .. 'turn', next)
       return with_granted(with_hint('WAIT', ARGV[1] .. '.' .. step .. '.' .. next, next), granted)
     end
@@ -119,18 +120,14 @@ if redis.call('HLEN', KEYS[4]) < tonumber(count) then
   end
   return with_granted({'WAIT'}, granted)
 end
-for i = 0, count - 1 do
-  -- Of several answers the first call's counts, in whatever order they came.
-  local final = redis.call('HGET', KEYS[3], i .. '.final')
-  if final then
-    redis.call('HSETNX', KEYS[1], 'final', final)
-  end
+-- Of several answers the first call's counts, in whatever order they came.
+local final = append_results(KEYS[2], KEYS[3], KEYS[5], count, '')
+if final then
+  redis.call('HSETNX', KEYS[1], 'final', final)
 end
-append_results(KEYS[2], KEYS[3], KEYS[5], count, '')
 redis.call('DEL', KEYS[3], KEYS[4])
-redis.call('HINCRBY', KEYS[1], 'step', 1)
-redis.call('HSET', KEYS[1], 'phase', 'model', 'calls', 0, 'status', 'queued', 'hinted', int(now), 'hints', 1)
-redis.call('ZADD', KEYS[8], int(now + tonumber(ARGV[4])), ARGV[1])
-redis.call('HSET', KEYS[1], 'closed_by', ARGV[12])
 local following = int(step + 1)
+redis.call('HSET', KEYS[1], 'step', following, 'phase', 'model', 'calls', 0, 'status', 'queued',
+  'hinted', now, 'hints', 1, 'closed_by', ARGV[12])
+redis.call('ZADD', KEYS[8], now + tonumber(ARGV[4]), ARGV[1])
 return with_granted(with_hint('LAST', ARGV[1] .. '.' .. following, following), granted)

@@ -19,13 +19,17 @@ from runner.models import (
     ToolResult,
     Usage,
 )
-from runner.scripts import ScriptText, load_script, script_names
+from runner.scripts import FOLDER, ScriptText, load_script, script_names
 from runner.settings import Settings
 from runner.store import BegunCall, BegunStep, Lost, OpenCall, Outcome, RunStore
 from runner.tools import error_result
 
 NAMES = script_names()
 SCRIPTS = [load_script(name) for name in NAMES]
+
+PRELUDE = (FOLDER / "prelude.lua").read_text(encoding="utf-8")
+PARAGRAPHS = PRELUDE.strip().split("\n\n")
+DEFINED = r"(?m)^local (?:function )?(\w+)"
 
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=NAMES)
 
@@ -112,8 +116,7 @@ def test_a_script_returns_the_words_that_it_declares_and_no_others(script: Scrip
 
 
 def test_the_prelude_refuses_with_the_words_that_are_counted_for_it() -> None:
-    prelude = load_script(NAMES[0]).text.removesuffix(load_script(NAMES[0]).body)
-    assert words_in(re.sub(r"--.*", "", prelude)) == {"STALE", "CANCELLED"}
+    assert words_in(re.sub(r"--.*", "", PRELUDE)) == {"STALE", "CANCELLED"}
 
 
 def test_the_scripts_and_the_outcomes_have_the_same_words() -> None:
@@ -130,11 +133,22 @@ def test_a_script_never_parses_json(script: ScriptText) -> None:
     assert "cjson" not in code_of(script)
 
 
-def test_the_prelude_is_in_front_of_every_script_and_is_none_itself() -> None:
+def test_the_prelude_is_made_of_paragraphs_that_define_something() -> None:
     assert "prelude" not in NAMES
-    prelude = load_script(NAMES[0]).text.removesuffix(load_script(NAMES[0]).body)
-    assert prelude.startswith("-- What every transition shares")
-    assert all(script.text == prelude + script.body for script in SCRIPTS)
+    for paragraph in PARAGRAPHS:
+        assert re.findall(DEFINED, paragraph), paragraph
+
+
+@each_script
+def test_a_script_has_of_the_prelude_what_it_uses_and_no_more(script: ScriptText) -> None:
+    paragraphs = [*filter(None, script.text.removesuffix(script.body).strip().split("\n\n"))]
+    assert paragraphs == [each for each in PARAGRAPHS if each in paragraphs]
+    words = [re.findall(r"\w+", re.sub(r"--.*", "", each)) for each in [*paragraphs, script.body]]
+    for paragraph in PARAGRAPHS:
+        names = set(re.findall(DEFINED, paragraph))
+        at = paragraphs.index(paragraph) + 1 if paragraph in paragraphs else 0
+        used = any(not names.isdisjoint(each) for each in words[at:])
+        assert used is (paragraph in paragraphs), names
 
 
 # --- the store's side --------------------------------------------------------------------------

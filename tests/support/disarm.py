@@ -22,10 +22,10 @@ PROTECTIONS: Mapping[str, Edits] = {
         "retry_call": {r"epoch ~= ARGV\[4\]": "false"},
     },
     "operation ids": {
-        "begin_step": {r"'attempt'\) == ARGV\[5\]": "'attempt') == ''"},
-        "begin_call": {r"'attempt'\) == ARGV\[5\]": "'attempt') == ''"},
+        "begin_step": {r"attempt == ARGV\[5\]": "false"},
+        "begin_call": {r"attempt == ARGV\[5\]": "false"},
         "record_result": {
-            r"'closed_by'\) == ARGV\[12\]": "'closed_by') == ''",
+            r"closed_by == ARGV\[12\]": "false",
             r"recorded == ARGV\[12\]": "false",
         },
         "decide_call": {r"decided == decision": "false"},
