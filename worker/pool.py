@@ -65,6 +65,8 @@ class StepPool(ThreadPool):
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
+        self._lock = threading.Lock()
+        self._in_hand = 0
 
     def on_start(self) -> None:
         all_there = threading.Event()
@@ -76,8 +78,10 @@ class StepPool(ThreadPool):
         loop.add_reader(self._woken, self._hear)
 
     def on_apply(self, target: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        with self._lock:
+            self._in_hand += 1
         applied = super().on_apply(partial(_answer, target), *args, **options)
-        applied.f.add_done_callback(self._wake)
+        applied.f.add_done_callback(self._give_back)
         return applied
 
     def on_stop(self) -> None:
@@ -85,7 +89,14 @@ class StepPool(ThreadPool):
         self._waker.close()
         self._woken.close()
 
-    def _wake(self, _: Any) -> None:
+    def _give_back(self, _: Any) -> None:
+        with self._lock:
+            was_full = self._in_hand >= self.limit
+            self._in_hand -= 1
+        if was_full:
+            self._wake()
+
+    def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):  # it has yet to hear of others, or ends
             self._waker.send(b".")
 
