@@ -65,21 +65,22 @@ class Asked:
     exchanges: list[dict[str, Any]] = field(default_factory=list)
     answer: JsonValue = None
     progress: Progress = field(default_factory=Progress)
-    woken: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
+    news: threading.Event = field(default_factory=threading.Event)
+    woken: bool = False
 
     def wake(self) -> None:
         """The run may have been ended from outside: whoever waits is to look now.
 
         No more than that: the word may be of an end that came before the run was resumed.
         """
-        if not self.woken.done():
-            self.woken.set_result(None)
+        self.woken = True  # first: whoever is told that there is news then sees which
+        self.news.set()
 
     def was_woken(self) -> bool:
         """Whether so, since this was last asked."""
-        woken = self.woken.done()
+        woken = self.woken
         if woken:
-            self.woken = concurrent.futures.Future()
+            self.woken = False
         return woken
 
 
@@ -211,13 +212,11 @@ class Asker:
         """Wait for the end of `call` under the step's lease."""
         renew_every = self._settings.renew_every
         renew_at = time.monotonic() + renew_every
+        call.add_done_callback(lambda _: asked.news.set())
         while True:
             left = max(0.0, renew_at - time.monotonic())
-            concurrent.futures.wait(
-                [call, asked.woken],
-                timeout=left if heard is None else TELL_EVERY,
-                return_when=concurrent.futures.FIRST_COMPLETED,
-            )
+            asked.news.wait(left if heard is None else TELL_EVERY)
+            asked.news.clear()  # before the look: what comes after that is news again
             done = call.done()  # looked at first: what came up to the end is told below
             if heard is not None and (text := heard.take()):
                 self._tell(record, text, len(asked.exchanges))

@@ -146,15 +146,11 @@ class NextStep:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The run has ended; `promised`: its result is to be delivered to somebody.
-
-    `following` is the run of its conversation that begins now: its first step is to be published.
-    """
+    """The run has ended; `promised`: its result is to be delivered to somebody."""
 
     run_id: str
     stop_reason: StopReason
     promised: bool = False
-    following: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -765,7 +761,7 @@ class Loop:
         ended = cancel_run(self.store, run_id, INTERRUPTED)
         if ended.outcome is not Outcome.OK:
             return Skip(run_id, ended.outcome)
-        return Finish(run_id, StopReason.CANCELLED, ended.promised, ended.following)
+        return Finish(run_id, StopReason.CANCELLED, ended.promised)
 
     def _stop(self, record: RunRecord, outcome: Outcome) -> Next:
         """End a run that a limit has reached."""
@@ -870,7 +866,7 @@ class Loop:
             error.type if error else None,
         )
         self.observer.ended(record.run_id)
-        return Finish(record.run_id, stop_reason, ended.promised, ended.following)
+        return Finish(record.run_id, stop_reason, ended.promised)
 
     def _trace(
         self,

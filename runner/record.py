@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from pydantic import JsonValue
@@ -29,6 +30,8 @@ from runner.models import (
 from runner.redact import redact
 
 BILLION = 1_000_000_000
+
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,7 @@ class CallInfo(Frozen):
 
 
 def dump(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return ENCODER.encode(value)
 
 
 def ms(seconds: float) -> int:
@@ -227,6 +230,11 @@ def _counts(fields: Mapping[str, str], prefix: str) -> dict[str, int]:
     }
 
 
+@lru_cache(256)  # most runs have the limits of a few agents, and nobody changes them
+def _read_limits(text: str) -> Limits:
+    return Limits.model_validate_json(text)
+
+
 def parse_record(run_id: str, fields: Mapping[str, str], now: int) -> RunRecord:
     def number(name: str) -> int:
         return int(fields.get(name) or 0)
@@ -264,7 +272,7 @@ def parse_record(run_id: str, fields: Mapping[str, str], now: int) -> RunRecord:
         deadline=number("deadline"),
         ended=number("ended") or None,
         agent=fields.get("agent", ""),
-        limits=Limits.model_validate_json(limits) if limits else None,
+        limits=_read_limits(limits) if limits else None,
         fingerprint=fields.get("fingerprint", ""),
         principal=Principal.model_validate_json(principal) if principal else None,
         metadata=parsed("metadata") or {},

@@ -29,7 +29,7 @@ def describe_error(error: ModelError) -> dict[str, Any]:
 def describe_reply(reply: ModelReply) -> dict[str, Any] | None:
     """A reply that can't be read again from its raw text (a model of the user's own); else None."""
     try:
-        if read_reply(reply.raw) == reply:
+        if reply.raw != "" and read_reply(reply.raw) == reply:
             return None
     except ModelError:
         pass

@@ -364,14 +364,7 @@ def load_object(text: str) -> dict[str, Any]:
     if len(text) > MAX_ARGUMENT_BYTES or len(text.encode("utf-8", "replace")) > MAX_ARGUMENT_BYTES:
         raise ArgumentError(f"the arguments are longer than {MAX_ARGUMENT_BYTES} bytes")
     try:
-        value = json.loads(
-            text,
-            strict=False,
-            object_pairs_hook=_build_object,
-            parse_int=_build_int,
-            parse_float=_build_float,
-            parse_constant=_refuse_constant,
-        )
+        value = DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise ArgumentError(
             f"the arguments are not one JSON object: {error.msg} at character {error.pos}"
@@ -406,6 +399,15 @@ def _build_float(text: str) -> int | float:
 
 def _refuse_constant(word: str) -> Any:
     raise ArgumentError(f"{word} is not JSON")
+
+
+DECODER = json.JSONDecoder(
+    strict=False,
+    object_pairs_hook=_build_object,
+    parse_int=_build_int,
+    parse_float=_build_float,
+    parse_constant=_refuse_constant,
+)
 
 
 def _drop_nulls(value: Any, schema: Any, definitions: Mapping[str, Any]) -> None:

@@ -1358,10 +1358,20 @@ class RunStore:
             self._ask("hset", keys.AGENTS, mapping=catalog)
             self._ask("zadd", keys.AGENTS_SEEN, dict.fromkeys(limits, self._now()))
 
-    def read_requires(self, agent: str) -> frozenset[str]:
-        """The scopes that an agent needs, as the workers announce them; none where none does."""
-        text: str | None = self._ask("hget", keys.AGENTS, agent)
-        return frozenset(json.loads(text).get("requires", ())) if text else frozenset()
+    def read_agent(self, agent: str) -> tuple[Limits | None, frozenset[str]]:
+        """What the workers announce of an agent: its limits, and the scopes that it needs.
+
+        The limits are None where no worker has announced it in the last minutes.
+        """
+        pipe: Any = self.redis.pipeline(transaction=False)
+        pipe.time().zscore(keys.AGENTS_SEEN, agent).hget(keys.AGENTS, agent)
+        with reporting_redis_errors():
+            clock, seen, text = pipe.execute()
+        if text is None:
+            return None, frozenset()
+        fresh = seen is not None and seen >= clock[0] - ANNOUNCED_FOR
+        limits = Limits.model_validate_json(text, extra="ignore") if fresh else None
+        return limits, frozenset(json.loads(text).get("requires", ()))
 
     def read_agents(self) -> dict[str, Limits]:
         """The agents that some worker has announced in the last minutes."""

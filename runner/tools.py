@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import logging
 import re
 import sys
@@ -247,6 +248,7 @@ class Toolbox:
                 " split them over several agents",
                 code="too_many_tools",
             )
+        self._definitions = json.dumps([each.definition() for each in self])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -256,7 +258,8 @@ class Toolbox:
         return self._tools.get(name)
 
     def definitions(self) -> tuple[dict[str, Any], ...]:
-        return tuple(each.definition() for each in self)
+        """Those of all tools: the caller's own, whatever becomes of them."""
+        return tuple(json.loads(self._definitions))
 
     def __iter__(self) -> Iterator[Tool]:
         return iter(self._tools.values())

@@ -26,7 +26,7 @@ from runner.errors import (
     PermissionDenied,
     RedisUnavailable,
 )
-from runner.loop import INTERRUPTED, cancel_run
+from runner.loop import INTERRUPTED, Next, NextStep, Wait, cancel_run
 from runner.models import Limits, OnFinish, Principal
 from runner.record import digest
 from runner.store import Outcome, RunStore
@@ -64,17 +64,12 @@ MAX_FAULTS = 5
 class Accepted:
     """The run that a goal got, and whether this made it or it was there already.
 
-    `following`: the run whose first step may be taken now. That is this one where it `begins`; one
-    that was enqueued waits for its turn, and one that interrupts may find another in front.
+    `coming`: what is to be published once its start was told to whoever is told of it.
     """
 
     run_id: str
     created: bool
-    following: str | None
-
-    @property
-    def begins(self) -> bool:
-        return self.following == self.run_id
+    coming: Next
 
 
 def accept_goal(
@@ -103,9 +98,9 @@ def accept_goal(
     check_text("goal", goal, store.settings.max_goal_chars)
     _check_place(after, conversation, when_busy)
     earlier = check_messages(messages, store.settings.max_goal_chars)
-    limits = limits_of(store, check_agent(agent), agents)
+    check_agent(agent)
     acting = check_principal(principal)
-    check_permission(store, agent, agents, acting)
+    limits = admit(store, agent, agents, acting)
     told, task = _check_metadata(metadata), _check_on_finish(on_finish)
     asked = [goal, agent, told, task and task.model_dump(), earlier, after, conversation, when_busy]
     request = digest(json.dumps(asked, sort_keys=True))
@@ -141,20 +136,25 @@ def accept_goal(
         case Outcome.BUSY:
             raise _refuse_busy(known_id, when_busy)
         case Outcome.WAIT:
-            following = _interrupt(store, known_id) if when_busy == "interrupt" else None
-            return Accepted(new_id, created=True, following=following)
+            if when_busy == "interrupt":
+                _interrupt(store, known_id)
+            return Accepted(new_id, created=True, coming=Wait(new_id))
     made = outcome is Outcome.CREATED
-    return Accepted(known_id, created=made, following=known_id if made else None)
+    return Accepted(known_id, created=made, coming=first_step(store, known_id, 0))
 
 
-def _interrupt(store: RunStore, live: str) -> str | None:
-    """End the live run of a conversation; answers the run that begins because of it."""
+def first_step(store: RunStore, run_id: str, step: int) -> Next:
+    """What is to be published of a run that was created: its hint, where a start is told before."""
+    return NextStep(run_id, step) if store.settings.result_backend else Wait(run_id)
+
+
+def _interrupt(store: RunStore, live: str) -> None:
+    """End the live run of a conversation, so that the next one begins."""
     try:
-        return cancel_run(store, live, INTERRUPTED).following
+        cancel_run(store, live, INTERRUPTED)
     except RedisUnavailable as error:
         # The new run is accepted, and its record says whom it interrupts: recovery makes it good.
         logger.warning("run=%s can't be interrupted yet: %s", live, error)
-        return None
 
 
 def _refuse_busy(live: str, when_busy: str) -> ConversationBusy:
@@ -257,30 +257,30 @@ def check_text(name: str, text: object, most: int) -> None:
         raise InvalidInput(f"the {name} holds half a surrogate pair, which isn't text") from None
 
 
-def limits_of(store: RunStore, agent: str, agents: Agents | None) -> Limits | None:
-    """The agent's limits; None where no worker has told yet which agents there are."""
-    if agents is not None:
-        return agents[agent].limits
-    catalog = store.read_agents()
-    if catalog and agent not in catalog:
-        known = ", ".join(sorted(catalog))
-        raise AgentError(
-            f"no agent named {agent!r}; the workers know: {known}. Start a worker that has it, or "
-            "correct the name"
-        )
-    return catalog.get(agent)
-
-
-def check_permission(
+def admit(
     store: RunStore, agent: str, agents: Agents | None, principal: Principal | None
-) -> None:
-    """Refuse what the first step would refuse, where the agent's requirements are known by now."""
-    required = agents[agent].requires if agents is not None else store.read_requires(agent)
+) -> Limits | None:
+    """The agent's limits; None where no worker has told yet which agents there are.
+
+    Refuses what the first step would refuse, as far as the agent's requirements are known by now.
+    """
+    if agents is not None:
+        limits: Limits | None = agents[agent].limits
+        required = agents[agent].requires
+    else:
+        limits, required = store.read_agent(agent)
+        if limits is None and (catalog := store.read_agents()):
+            known = ", ".join(sorted(catalog))
+            raise AgentError(
+                f"no agent named {agent!r}; the workers know: {known}. Start a worker that has it, "
+                "or correct the name"
+            )
     if missing := missing_scopes(required, principal):
         raise PermissionDenied(
             f"agent {agent} needs the permission {', '.join(missing)}, which the principal doesn't "
             "have; submit with a principal that has it"
         )
+    return limits
 
 
 def check_agent(agent: object) -> str:

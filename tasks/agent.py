@@ -59,8 +59,8 @@ def add_tasks(app: Celery, loop: Loop) -> None:
             raise
         if accepted.created:
             store_started(app, loop.store, run_id)
-            if not cancel_if_revoked(loop.store, run_id) and accepted.following:
-                publish(app, loop.store, NextStep(accepted.following, 0))
+            revoked = cancel_if_revoked(loop.store, run_id)
+            publish(app, loop.store, Wait(run_id) if revoked else accepted.coming)
 
     @app.task(name=STEP, shared=False, Request=Step)
     def step(run_id: str, step: int) -> str:

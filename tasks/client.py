@@ -28,8 +28,6 @@ from runner.errors import (
 from runner.fork import fork_run
 from runner.keys import check_run_id
 from runner.loop import (
-    Finish,
-    NextStep,
     Wait,
     answer_question,
     approve_call,
@@ -57,18 +55,18 @@ from runner.settings import LONGEST, STEPS_QUEUE, TOOLS_QUEUE, Settings
 from runner.store import Outcome, Place, RunStore, no_such_run
 from tasks.accept import (
     accept_goal,
+    admit,
     check_agent,
     check_idempotency_key,
-    check_permission,
     check_principal,
     check_text,
-    limits_of,
+    first_step,
     new_run_id,
 )
 from tasks.config import publishing_config
 from tasks.deliver import check_backend, close_backend, forget, store_started
 from tasks.feed import BEGINNING, Feed, may_have_gap
-from tasks.hints import PING, publish
+from tasks.hints import PING, let_scripts_send, publish
 
 LOOK_EVERY = 2.0
 """Seconds that a reader waits in one request: well below the client's socket timeout."""
@@ -127,6 +125,7 @@ class Client:
         self._app.backend_cls = config.get("result_backend")
         if settings.result_backend:
             check_backend(self._app)
+        let_scripts_send(self._app, self.store)
 
     def for_principal(self, principal: Principal | Mapping[str, Any]) -> Client:
         """The same client acting for somebody: one for each request, say. It shares connections.
@@ -194,8 +193,7 @@ class Client:
         )
         if accepted.created:
             store_started(self._app, self.store, accepted.run_id)
-        if accepted.following is not None:
-            publish(self._app, self.store, NextStep(accepted.following, 0))
+            publish(self._app, self.store, accepted.coming)
         return self._handle(accepted.run_id)
 
     def get(self, run_id: str) -> Run:
@@ -219,13 +217,13 @@ class Client:
         recording = read_recording(self.store, self.get(run_id).id)
         record = recording.run
         name = record.agent if agent is None else check_agent(agent)
-        check_permission(self.store, name, self._agents, record.principal)
         own = record.limits if name == record.agent else None
-        limits = limits_of(self.store, name, self._agents) or own or Limits()
+        known = admit(self.store, name, self._agents, record.principal)
+        limits = known or own or Limits()
         new_id = new_run_id()
         fork_run(self.store, recording, step=step, run_id=new_id, agent=name, limits=limits)
         store_started(self._app, self.store, new_id)
-        publish(self._app, self.store, NextStep(new_id, step))
+        publish(self._app, self.store, first_step(self.store, new_id, step))
         return self._handle(new_id)
 
     def list(self, status: RunStatus | str | None = None, *, limit: int = 100) -> list[RunInfo]:
@@ -296,13 +294,8 @@ class Client:
         return outcome is Outcome.OK
 
     def _end(self, run_id: str, reason: str) -> None:
-        ended = cancel_run(self.store, run_id, reason)
-        if ended.outcome is Outcome.OK:
-            publish(
-                self._app,
-                self.store,
-                Finish(run_id, StopReason.CANCELLED, following=ended.following),
-            )
+        cancel_run(self.store, run_id, reason)
+        publish(self._app, self.store, Wait(run_id))
 
     def prune(
         self,
@@ -498,15 +491,14 @@ class Run:
         if not isinstance(reason, str):
             raise InvalidInput("the reason of a cancel is a text")
         ended = cancel_run(self._store, self.id, scrub(reason[:MAX_REASON_CHARS]))
-        publish(self._app, self._store, Wait(self.id))  # others may have the places that it held
+        # Others may have the places that it held, and its conversation goes on.
+        publish(self._app, self._store, Wait(self.id))
         if ended.outcome is Outcome.STALE:
             raise RunNotFound(f"no run {self.id}: nothing to cancel")
         if ended.outcome is Outcome.ALREADY and ended.stop_reason is not StopReason.CANCELLED:
             raise RunFinished(
                 f"run {self.id} has already ended {ended.stop_reason}; nothing was changed"
             )
-        if ended.following is not None:
-            publish(self._app, self._store, NextStep(ended.following, 0))
 
     def send(self, text: str, *, idempotency_key: str | None = None) -> None:
         """Say something to a run that hasn't ended: its next step has it, behind whole blocks only.
@@ -612,7 +604,7 @@ class Run:
                 f"run {self.id} ended {record.stop_reason}, which can't be resumed; submit anew"
             )
         if outcome is Outcome.OK:
-            publish(self._app, self._store, NextStep(self.id, record.step))
+            publish(self._app, self._store, Wait(self.id))
 
     def messages(self) -> list[dict[str, Any]]:
         """The history as it is stored, the goal first."""

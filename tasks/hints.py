@@ -1,16 +1,18 @@
 """Publishes what comes next as Celery messages: hints, with ids and numbers and no content.
 
-What a step or a result opens, the scripts send by themselves, as messages of which Celery gave the
-pattern; where they can't, it is published from here.
+What a submit, a step or a result opens, the scripts send by themselves, as messages of which Celery
+gave the pattern; where they can't, it is published from here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import redis
 from celery import Celery
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 START, STEP, CALL_TOOL = "celeriac.start", "celeriac.step", "celeriac.call_tool"
 PING = "celeriac.ping"
 
+T = TypeVar("T")
+
 SAMPLE_RUN, SAMPLE_STEP, SAMPLE_INDEX = "{run}", 817263544, 918273645
 """What a sample hint is of: each stands nowhere else in a message."""
 
@@ -45,11 +49,8 @@ def publish(app: Celery, store: RunStore, next: Next) -> None:
             case CallTools(run_id, step, calls):
                 for index in calls:
                     _send(app, CALL_TOOL, TOOLS_QUEUE, run_id, (run_id, step, index))
-            case Finish(run_id, promised=promised, following=following):
-                if following is not None:
-                    _send(app, STEP, STEPS_QUEUE, following, (following, 0))
-                if promised:
-                    deliver(app, store, run_id)
+            case Finish(run_id, promised=True):
+                deliver(app, store, run_id)
             case _:
                 pass
     except (OperationalError, redis.RedisError, RedisUnavailable, OSError) as error:
@@ -78,10 +79,9 @@ def let_scripts_send(app: Celery, store: RunStore) -> None:
     renamed = app.conf.broker_transport_options.get("global_keyprefix")
     if store.settings.queue_url != store.settings.redis_url or renamed:
         return
-    sample = cache(partial(take_sample, app))
+    sample = cache(partial(_in_no_task, partial(take_sample, app)))
     # Looked at each time: what listens may begin to in a pool's child.
     store.envelopes = lambda: None if _is_listened_to() else sample()
-    store.envelopes()  # before any child is forked, which then has it
 
 
 def _is_listened_to() -> bool:
@@ -97,6 +97,12 @@ def take_sample(app: Celery) -> Envelopes | None:
     step = _take_one(app, STEP, STEPS_QUEUE, args)
     call = _take_one(app, CALL_TOOL, TOOLS_QUEUE, (*args, SAMPLE_INDEX))
     return Envelopes(step, call) if step and call else None
+
+
+def _in_no_task(take: Callable[[], T]) -> T:
+    """What a function answers outside of any task: Celery names the task that sends a message."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(take).result()
 
 
 def _take_one(app: Celery, name: str, queue: str, args: tuple[Any, ...]) -> Envelope | None:

@@ -109,6 +109,7 @@ def run_worker(
         store.check()
         check_start(app, store, settings, queue=queue, pool=pool)
         let_scripts_send(app, store)
+        store.envelopes()  # a child that is forked later has it then
         store.close()  # no connection is for a child to inherit
         if in_json := settings.log_format == "json":
             log_as_json()

@@ -21,7 +21,7 @@ from celery.worker.control import revoke as celery_revoke
 from runner.agents import Agents
 from runner.errors import CeleriacError
 from runner.keys import RUN_ID
-from runner.loop import Finish, cancel_run
+from runner.loop import Wait, cancel_run
 from runner.models import StopReason
 from runner.store import Outcome, RunStore
 from tasks.hints import publish
@@ -101,7 +101,7 @@ def _end_run(app: Any, store: RunStore, task_id: str) -> bool:
     if ended.outcome is Outcome.STALE:
         return False
     # Others may have the places that it held, and its conversation goes on.
-    publish(app, store, Finish(run_id, StopReason.CANCELLED, following=ended.following))
+    publish(app, store, Wait(run_id))
     if ended.stop_reason is not StopReason.CANCELLED:
         worker_state.revoked.discard(run_id)  # it had ended otherwise, and may be resumed
     return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -54,6 +55,9 @@ class StepPool(ThreadPool):
 
     And a worker that had no thread free takes its next message as its event loop turns: Celery's
     threads don't wake it when they are done, so that would be up to a second later.
+
+    All threads are there from the start: made one by one as steps come, each would keep the event
+    loop waiting, and a burst of steps with it.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -61,13 +65,23 @@ class StepPool(ThreadPool):
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
+        self._lock = threading.Lock()
+        self._in_hand = 0
+
+    def on_start(self) -> None:
+        all_there = threading.Event()
+        for _ in range(self.limit):  # none is idle meanwhile, so each gets a thread of its own
+            self.executor.submit(all_there.wait)
+        all_there.set()
 
     def register_with_event_loop(self, loop: Any) -> None:
         loop.add_reader(self._woken, self._hear)
 
     def on_apply(self, target: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        with self._lock:
+            self._in_hand += 1
         applied = super().on_apply(partial(_answer, target), *args, **options)
-        applied.f.add_done_callback(self._wake)
+        applied.f.add_done_callback(self._give_back)
         return applied
 
     def on_stop(self) -> None:
@@ -75,7 +89,14 @@ class StepPool(ThreadPool):
         self._waker.close()
         self._woken.close()
 
-    def _wake(self, _: Any) -> None:
+    def _give_back(self, _: Any) -> None:
+        with self._lock:
+            was_full = self._in_hand >= self.limit
+            self._in_hand -= 1
+        if was_full:
+            self._wake()
+
+    def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):  # it has yet to hear of others, or ends
             self._waker.send(b".")
 

@@ -78,13 +78,13 @@ redis.call('ZREMRANGEBYSCORE', KEYS[5], 0, int(now))
 redis.call('ZADD', KEYS[5], '+inf', ARGV[1])
 add_event(KEYS[3], ARGV[5], 'run.created', '', '', ARGV[6])
 if ARGV[10] == '' then
-  return {'CREATED', ARGV[1]}
+  return with_first_step({'CREATED', ARGV[1]}, KEYS[1], ARGV[1])
 end
 redis.call('HSET', KEYS[1], 'conversation_key', KEYS[7])
 if not live then
   redis.call('DEL', KEYS[7])  -- and its TTL with it
   redis.call('RPUSH', KEYS[7], ARGV[1])
-  return {'CREATED', ARGV[1]}
+  return with_first_step({'CREATED', ARGV[1]}, KEYS[1], ARGV[1])
 end
 if ARGV[10] == 'interrupt' then
   redis.call('LINSERT', KEYS[7], 'AFTER', live, ARGV[1])

@@ -19,7 +19,7 @@ local decision = ARGV[7] .. ' ' .. ARGV[8]
 local known, digest = unpack(redis.call('HMGET', KEYS[2], field .. 'state', field .. 'digest'))
 local decided = redis.call('HGET', KEYS[1], 'decided.' .. call)
 if decided == decision then
-  return {'ALREADY', known == 'queued' and index or nil}
+  return {'ALREADY', not ENVELOPES and known == 'queued' and index or nil}
 end
 if decided then
   -- Looked at before all else: what was decided stays true after the step and the run.
@@ -53,4 +53,7 @@ redis.call('HSET', KEYS[2], field .. 'state', state, field .. 'hinted', int(now)
 redis.call('HSET', KEYS[1], 'decided.' .. call, decision, 'status', 'running')
 redis.call('ZADD', KEYS[4], 'LT', int(now + tonumber(ARGV[5])), ARGV[1])
 add_event(KEYS[3], ARGV[6], 'approval.decided', step, call, ARGV[8])
-return {'OK', state == 'queued' and index or nil}
+if state == 'queued' then
+  return with_hint('OK', ARGV[1] .. '.' .. call, index)
+end
+return {'OK'}

@@ -130,6 +130,7 @@ if conversation then
   following = hand_on(conversation, KEYS[1], KEYS[2], ARGV[1], KEYS[8], ARGV[21])
   if following then
     redis.call('HSET', key_of(KEYS[1], ARGV[1], following, KEYS[1]), 'status', 'queued')
+    granted[#granted + 1] = following .. '.0'
   elseif redis.call('LINDEX', conversation, 0) == ARGV[1] then
     redis.call('PEXPIRE', conversation, ARGV[9])
   else

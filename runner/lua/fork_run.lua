@@ -44,4 +44,4 @@ redis.call('ZADD', KEYS[6], int(now + tonumber(ARGV[4])), ARGV[1])
 redis.call('ZREMRANGEBYSCORE', KEYS[7], 0, int(now))
 redis.call('ZADD', KEYS[7], '+inf', ARGV[1])
 add_event(KEYS[4], ARGV[5], 'run.created', '', '', ARGV[6])
-return {'CREATED', ARGV[1]}
+return with_first_step({'CREATED', ARGV[1]}, KEYS[1], ARGV[1])

@@ -392,3 +392,10 @@ local function with_granted(reply, granted)
   end
   return reply
 end
+
+-- An answer for a run that has just got its record, with the hint of its first step: unless that it was created is
+-- told elsewhere first, by whoever asked, and its hint is published after that.
+local function with_first_step(reply, run, id)
+  local backend, step = unpack(redis.call('HMGET', run, 'to_backend', 'step'))
+  return backend == '1' and reply or with_granted(reply, {id .. '.' .. step})
+end

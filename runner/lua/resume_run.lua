@@ -57,4 +57,4 @@ redis.call('ZADD', KEYS[6], int(now + tonumber(ARGV[4])), ARGV[1])
 redis.call('ZADD', KEYS[7], '+inf', ARGV[1])
 redis.call('RPUSH', KEYS[5], ARGV[7])
 add_event(KEYS[4], ARGV[5], 'run.resumed', step, '', '{}')
-return {'OK'}
+return with_granted({'OK'}, {ARGV[1] .. '.' .. step})

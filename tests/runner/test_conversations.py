@@ -254,7 +254,8 @@ def test_recovery_interrupts_where_the_submit_didnt_come_to_it(loops: Loops) -> 
     talk(store, TWO, "interrupt")
     assert due_in(store, TWO) <= store.settings.hint_grace
 
-    assert loop.recover(TWO) == Finish(ONE, StopReason.CANCELLED, following=TWO)
+    assert loop.recover(TWO) == Finish(ONE, StopReason.CANCELLED)
+    assert store.granted[-1] == f"{TWO}.0", "its hint is to be published"
 
     assert loop.recover(TWO) == Skip(TWO, Outcome.WAIT)
     assert store.read_run(TWO).phase == "model"
@@ -360,7 +361,8 @@ def test_the_end_of_a_run_says_which_run_begins(loops: Loops) -> None:
     loop: Loop = loops.open(agent)
     talk(loops.store, ONE)
     talk(loops.store, TWO)
-    assert drive(loop, NextStep(ONE, 0)) == Finish(ONE, StopReason.COMPLETED, following=TWO)
+    assert drive(loop, NextStep(ONE, 0)) == Finish(ONE, StopReason.COMPLETED)
+    assert loops.store.granted[-1] == f"{TWO}.0"
     assert drive(loop, NextStep(TWO, 0)) == Finish(TWO, StopReason.COMPLETED)
     assert [check_run(loops.store, each) for each in (ONE, TWO)] == [[], []]
 

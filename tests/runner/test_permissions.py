@@ -198,13 +198,14 @@ def test_an_agents_requirements_stand_in_the_catalog_beside_its_limits(store: Ru
     limits = {"open": Limits(), "closed": Limits(max_steps=3)}
     store.publish_agents(limits, {"closed": frozenset({"admin"})})
     assert store.read_agents() == limits
-    assert store.read_requires("closed") == {"admin"}
-    assert store.read_requires("open") == store.read_requires("unknown") == frozenset()
+    assert store.read_agent("closed") == (limits["closed"], frozenset({"admin"}))
+    assert store.read_agent("open") == (limits["open"], frozenset())
+    assert store.read_agent("unknown") == (None, frozenset())
 
 
 def test_a_catalog_of_an_older_worker_asks_for_nothing(store: RunStore) -> None:
     store.redis.hset(keys.AGENTS, "old", Limits().model_dump_json())
-    assert store.read_requires("old") == frozenset()
+    assert store.read_agent("old") == (None, frozenset()), "nor is it up any more"
 
 
 def test_a_tenants_list_is_as_if_there_were_no_other_runs(store: RunStore) -> None:

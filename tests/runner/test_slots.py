@@ -28,6 +28,7 @@ DEAD: dict[str, float] = {"lease": 0.0005, "renew_every": 0.0001, "hint_grace": 
 
 def begin_run(store: RunStore, run_id: str) -> RunRecord:
     store.create_run(run_id=run_id, agent="a", messages=[{"role": "user"}], limits=Limits())
+    assert store.granted.pop() == f"{run_id}.0"
     return begin_step(store, run_id)
 
 

@@ -63,6 +63,7 @@ class Fleet:
     def open_run(self) -> str:
         run = f"run-number-{next(numbers)}"
         self.store.create_run(run_id=run, agent="a", messages=[{}], limits=Limits())
+        assert self.store.granted.pop() == f"{run}.0"
         begun = self.store.begin_step(run, 0)
         assert isinstance(begun, BegunStep)
         calls = []

@@ -13,6 +13,7 @@ from runner import ConversationBusy, InvalidInput, Principal, RunFinished, RunNo
 from runner import keys as redis_keys
 from runner.errors import RedisUnavailable
 from runner.invariants import check_run
+from runner.loop import Wait
 from runner.store import EndedRun, RunStore
 from support.model_server import Reply, calls, final
 from support.stage import Stage
@@ -227,7 +228,7 @@ def test_an_interrupt_that_the_submit_didnt_come_to_is_made_good(stage: Stage) -
         store, "Never mind", agent="helper", conversation="away", when_busy="interrupt"
     )
     store.close()
-    assert (accepted.created, accepted.begins) == (True, False)
+    assert (accepted.created, accepted.coming) == (True, Wait(accepted.run_id))
     assert stage.client.get(accepted.run_id).result(timeout=20).ok
     assert live.result(timeout=1).stop_reason is StopReason.CANCELLED
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,10 @@ from runner.loop import CallTools, Loop, NextStep, Wait
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
 from runner.store import RunStore
 from runner.testing import ScriptedModel, calls
+from support import queues
 from support.fleet import raw_client, url_of, valkey
 from support.loops import RUN, Loops, open_loops
+from support.queues import as_sent, ids
 from tasks.hints import let_scripts_send, publish
 from worker.app import make_app
 from worker.config import merge_config, worker_config
@@ -79,35 +80,16 @@ Take = Callable[[str], list[dict[str, Any]]]
 def take(store: RunStore) -> Take:
     """What is on a queue, the oldest first; nothing is afterwards."""
 
-    def taken(queue: str) -> list[dict[str, Any]]:
-        texts = store.redis.lrange(queue, 0, -1)
-        store.redis.delete(queue)
-        return [json.loads(text) for text in reversed(texts)]
-
-    return taken
-
-
-def ids(messages: list[dict[str, Any]]) -> list[str]:
-    return [each["headers"]["id"] for each in messages]
+    return partial(queues.take, store.redis)
 
 
 def begin(loops: Loops, *turn: tuple[str, dict[str, Any]], **options: Any) -> Loop:
     agent = Agent(
         name="a", tools=[look, lift], model=ScriptedModel([calls(*turn), "done"]), **options
     )
-    return loops.start(agent)
-
-
-def as_sent(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without what differs from one to the next of the same task; the body as text."""
-    properties = dict(message["properties"])
-    body = message["body"]
-    if properties.pop("body_encoding") == "base64":
-        body = base64.b64decode(body).decode()
-    assert properties.pop("delivery_tag")
-    assert properties.pop("reply_to")
-    headers = {key: value for key, value in message["headers"].items() if key != "origin"}
-    return message | {"body": body, "headers": headers, "properties": properties}
+    loop = loops.start(agent)
+    assert ids(queues.take(loops.store.redis, STEPS_QUEUE)) == [f"{RUN}.0"]
+    return loop
 
 
 def test_what_a_script_sends_is_what_this_celery_would_send(
