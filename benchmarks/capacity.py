@@ -43,9 +43,9 @@ class Costs:
         cpu, memory, parked = (by_name(results[name]) for name in ("cpu", "memory", "parked"))
         beside = parked["Redis, KB for each, beside its messages"][-1]
         return cls(
-            steps_ms=float(cpu["steps worker"][1]),
-            tools_ms=float(cpu["tools worker with its children"][1]),
-            redis_ms=float(cpu["Redis"][1]),
+            steps_ms=float(cpu["steps worker"][3]),
+            tools_ms=float(cpu["tools worker with its children"][3]),
+            redis_ms=float(cpu["Redis"][3]),
             step_kb=float(by_name(results["commands"])["celeriac"][2]),
             flight_mb=float(memory["each of them, MB"][1]),
             steps_mb=float(memory["a steps worker, MB"][1]),

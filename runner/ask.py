@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import JsonValue
 
@@ -33,13 +33,16 @@ from runner.record import RunRecord
 from runner.render import clean
 from runner.replies import describe_error, describe_reply
 from runner.settings import Settings
-from runner.store import Outcome, RunStore
+from runner.store import Hint, Outcome, RunStore
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 Call = concurrent.futures.Future[ModelReply]
+
+PROMPT = 0.01
+"""Seconds within which a model has answered promptly."""
 
 TELL_EVERY = 0.15
 """Seconds between two `model.delta` events of a stream."""
@@ -57,14 +60,33 @@ class Released(Exception):
     """This process stops: another is to take the attempt."""
 
 
+class Turns(Protocol):
+    """Whoever lets a thread go on from one step to the next."""
+
+    @property
+    def holds_up(self) -> bool:
+        """Whether others are held up for this thread."""
+
+    def goes_on(self) -> bool:
+        """Whether the thread takes another step; asked when one is done, before it is committed."""
+
+    def takes_long(self) -> None:
+        """The step waits for a model, or for a user's check."""
+
+
 @dataclass(slots=True)
 class Asked:
-    """What asking the model cost so far in this attempt: every exchange, not only the last."""
+    """What asking the model cost so far in this attempt: every exchange, not only the last.
+
+    Where its thread goes on with others, the hint of one is `taken` with the commit.
+    """
 
     usage: Usage = field(default_factory=Usage)
     exchanges: list[dict[str, Any]] = field(default_factory=list)
     answer: JsonValue = None
     progress: Progress = field(default_factory=Progress)
+    turns: Turns | None = None
+    taken: Hint | None = None
     news: threading.Event = field(default_factory=threading.Event)
     woken: bool = False
 
@@ -213,6 +235,8 @@ class Asker:
         renew_every = self._settings.renew_every
         renew_at = time.monotonic() + renew_every
         call.add_done_callback(lambda _: asked.news.set())
+        if asked.turns is not None and asked.turns.holds_up and not asked.news.wait(PROMPT):
+            asked.turns.takes_long()
         while True:
             left = max(0.0, renew_at - time.monotonic())
             asked.news.wait(left if heard is None else TELL_EVERY)

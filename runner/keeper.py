@@ -81,7 +81,7 @@ class Keeper:
         self._changed = threading.Condition()
         self._call: HeldCall | None = None
         self._nudged = False
-        self._sleeps_until = 0.0
+        self._sleeps_until = math.inf
         threading.Thread(target=self._keep, name="celeriac-lease", daemon=True).start()
 
     def expect(self) -> None:
@@ -100,6 +100,7 @@ class Keeper:
         with self._changed:
             self._call = call
             if self._nudged or call.look_at < self._sleeps_until:
+                self._sleeps_until = call.look_at
                 self._changed.notify()
         try:
             yield
@@ -126,8 +127,13 @@ class Keeper:
                 if call is not None and (self._nudged or now >= call.look_at):
                     self._nudged = False
                     return call
-                self._sleeps_until = math.inf if call is None else call.look_at
-                self._changed.wait(None if call is None else call.look_at - now)
+                if call is not None:
+                    self._sleeps_until = call.look_at
+                elif now >= self._sleeps_until:
+                    self._sleeps_until = math.inf
+                # Without a call it sleeps on as planned: the next quick one needn't wake it.
+                planned = self._sleeps_until
+                self._changed.wait(None if planned == math.inf else planned - now)
 
     def _end(self, call: HeldCall) -> None:
         """Interrupt the body until it lets go; one that doesn't within its grace is given up."""

@@ -92,6 +92,11 @@ def suspect(process: str) -> str:
     return f"celeriac:suspect:{process}"
 
 
+def taken(process: str) -> str:
+    """STRING, for an hour: the attempt in this process that took a hint off a queue, and which."""
+    return f"celeriac:taken:{process}"
+
+
 def slots(limit: str) -> str:
     """ZSET holder -> ms from which its place is free again, for one concurrency limit or rate."""
     return f"celeriac:slots:{limit}"

@@ -12,8 +12,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -25,7 +24,7 @@ from runner import keys
 from runner.agents import Agent, Agents, Draft
 from runner.answers import Fault, find_fault, read_answer
 from runner.approvals import TIMED_OUT, UNDECIDED, approve, denial, deny
-from runner.ask import Asked, Asker, LetGo, Released
+from runner.ask import Asked, Asker, LetGo, Released, Turns
 from runner.budgets import warn_of_budgets
 from runner.calls import CallRunner
 from runner.clarify import ask_user
@@ -71,7 +70,19 @@ from runner.record import RunRecord, dump
 from runner.redact import redact
 from runner.render import clean
 from runner.settings import Settings
-from runner.store import BegunCall, EndedRun, Lost, OpenCall, Outcome, RunStore
+from runner.store import (
+    BegunCall,
+    EndedRun,
+    Hint,
+    Lost,
+    OpenCall,
+    Outcome,
+    RunStore,
+    Taken,
+    Turn,
+    WithResult,
+    unique_id,
+)
 from runner.tools import Executed, Tool, error_result
 from runner.view import View
 from runner.window import Window
@@ -105,6 +116,9 @@ OUT = {
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+LINGER = 0.02
+"""Seconds that a thread which goes on waits for a next hint, before Celery has its turn again."""
 
 INSIST_EVERY = 0.2
 """Seconds between two tries to write to a Redis that is away."""
@@ -222,12 +236,29 @@ class Loop:
 
     def advance(self, run_id: str, step: int) -> Next:
         """Take one step of a run: ask the model, then call tools, finish or wait."""
+        return self._hold_step(Hint(run_id, step), Asked())
+
+    def _hold_step(self, hint: Hint, asked: Asked) -> Next:
+        run_id, step = hint.run_id, hint.step
         if self.stopping:
             return NextStep(run_id, step)  # popped on the way out: it is for another worker
-        asked = Asked()
         # Watched from before it begins: no end from outside falls into a gap.
         with self._nudges.watch(run_id, asked.wake):
             return self._advance(run_id, step, asked)
+
+    def take_steps(self, run_id: str, step: int, turns: Turns) -> Iterator[Next]:
+        """Take a step as `advance`, and while it `goes_on` those whose hints wait behind it.
+
+        What comes next of each is to be published before the next one is asked for.
+        """
+        hint: Hint | None = Hint(run_id, step)
+        while hint is not None:
+            asked = Asked(turns=turns)
+            coming = self._hold_step(hint, asked)
+            yield coming
+            hint = asked.taken
+            if hint is None and turns.goes_on():
+                hint = self.store.wait_for_hint("step", LINGER)
 
     def _advance(self, run_id: str, step: int, asked: Asked) -> Next:
         begun = self.store.begin_step(run_id, step)
@@ -543,18 +574,16 @@ class Loop:
             trace["results"] = [
                 call.result.model_dump(mode="json") for call in calls if call.result is not None
             ]
-        outcome, hints = self._insist(
-            self.store.commit_step,
-            record,
-            messages=messages,
-            calls=[] if refused else calls,
-            parallel=limits.max_parallel_calls if agent.parallel_tool_calls else 1,
-            invalid=invalid,
-            usage=asked.usage,
-            trace=trace,
-            event=_answered(calls),
-            fingerprint=agent.fingerprint,
-            warning=warn_of_budgets(
+        turn: Turn = {
+            "messages": messages,
+            "calls": [] if refused else calls,
+            "parallel": limits.max_parallel_calls if agent.parallel_tool_calls else 1,
+            "invalid": invalid,
+            "usage": asked.usage,
+            "trace": trace,
+            "event": _answered(calls),
+            "fingerprint": agent.fingerprint,
+            "warning": warn_of_budgets(
                 agent,
                 record,
                 limits,
@@ -566,8 +595,13 @@ class Loop:
                 ],
                 invalid,
             ),
-            hidden=self._hidden(agent),
-        )
+            "hidden": self._hidden(agent),
+        }
+        hints: tuple[int, ...] = ()
+        if asked.turns is not None and asked.turns.goes_on():
+            outcome, asked.taken = self._insist(self.store.take_step, record, **turn)
+        else:
+            outcome, hints = self._insist(self.store.commit_step, record, **turn)
         if outcome not in (Outcome.OK, Outcome.ALREADY):
             return self._let_go(record, outcome)
         if refused:
@@ -633,26 +667,72 @@ class Loop:
 
         `tell` is told the tool and how it went, in two words.
         """
-        keeper = keeper_of_this_thread()
-        keeper.expect()
-        with self._nudges.watch(run_id, keeper.nudge):
-            return self._call_tool(run_id, step, index, tell)
+        [coming] = self.take_calls(run_id, step, index, _no_more, tell=tell)
+        return coming
 
-    def _call_tool(self, run_id: str, step: int, index: int, tell: Callable[[str], object]) -> Next:
-        call = self.store.begin_call(run_id, step, index)
+    def take_calls(
+        self,
+        run_id: str,
+        step: int,
+        index: int,
+        goes_on: Callable[[], bool],
+        *,
+        tell: Callable[[str], object] = str,
+    ) -> Iterator[Next]:
+        """Run a call as `call_tool`, and while it `goes_on` those whose hints wait behind it.
+
+        What comes next of each is to be published before the next one is asked for.
+        """
+        keeper = keeper_of_this_thread()
+        begin = partial(self.store.begin_call, run_id, step, index)
+        # One that is taken is begun before it is known whom to watch.
+        with self._nudges.overhear() as ended:
+            while True:
+                keeper.expect()
+                with self._nudges.watch(run_id, keeper.nudge):
+                    begun = begin()
+                    if run_id in ended:
+                        keeper.nudge()
+                    coming, taken = self._call_tool(run_id, begun, goes_on, tell)
+                yield coming
+                if taken is not None:
+                    run_id, begin = taken.run_id, partial(_given, taken.begun)
+                elif goes_on() and (hint := self.store.wait_for_hint("call", LINGER)):
+                    run_id, begin = hint.run_id, partial(self.store.begin_call, *hint, taken=True)
+                else:
+                    return
+
+    def _call_tool(
+        self,
+        run_id: str,
+        call: BegunCall | Outcome,
+        goes_on: Callable[[], bool],
+        tell: Callable[[str], object],
+    ) -> tuple[Next, Taken | None]:
         if isinstance(call, Outcome):
-            return Skip(run_id, call)
+            return Skip(run_id, call), None
         if call.outcome is Outcome.EXPIRED:
-            return self._stop(call.record, call.outcome)
+            return self._stop(call.record, call.outcome), None
         reach(Point.CALL_BEGUN)
         tool = self._tool(call)
         executed = self.observer.call(call, lambda: self._calls.run(call, tool))
         reach(Point.CALL_RAN)
         if isinstance(executed, Outcome):
-            return self._let_go(call.record, executed)
+            return self._let_go(call.record, executed), None
         result = executed.result
         _log_call(call.record, result)
         tell(f"{result.name} {result.error.type if result.error else 'OK'}")
+        put_back = self._put_back(call, tool, result)
+        if put_back is not None:
+            return put_back, None
+        # Nothing may fail between a take and its call: a fatal result ends its run first.
+        answer = self._record(call, executed, tool, take=goes_on() and not executed.fatal)
+        reach(Point.CALL_RECORDED)
+        return answer
+
+    def _put_back(self, call: BegunCall, tool: Tool | None, result: ToolResult) -> Next | None:
+        """Put a call back whose failure may pass; None where its result counts."""
+        run_id = call.record.run_id
         if tool is None and call.outcome is Outcome.OK:
             outcome = self._insist(
                 self.store.retry_call, call, delay=PASS_ON_DELAY, result=result, passes=MAX_PASSES
@@ -670,38 +750,41 @@ class Loop:
                 hidden=self._hidden(self.agents.get(call.record.agent)),
             )
             return Wait(run_id) if outcome is Outcome.OK else Skip(run_id, outcome)
-        answer = self._record(call, executed, tool)
-        reach(Point.CALL_RECORDED)
-        return answer
+        return None
 
-    def _record(self, call: BegunCall, executed: Executed, tool: Tool | None) -> Next:
+    def _record(
+        self, call: BegunCall, executed: Executed, tool: Tool | None, *, take: bool = False
+    ) -> tuple[Next, Taken | None]:
+        """Record a result; to `take` is to begin the next call in the same write."""
         run_id, step, index = call.record.run_id, call.record.step, call.index
         fatal = None
         if executed.fatal:
             error = executed.result.error
             message = error.message if error else "a tool ended the run"
             fatal = RunError(type=RunErrorType.TOOL_ERROR, message=message)
-        outcome, turn = self._insist(
-            self.store.record_result,
-            run_id,
-            step,
-            index,
-            executed.result,
-            fatal=fatal,
-            final=tool is not None and tool.final,
-            parts=image_parts(executed.images, call.decision.call_id),
-            hidden=self._hidden(self.agents.get(call.record.agent)),
-            operation=uuid.uuid4().hex,
-            whole=executed.whole,
-        )
+        with_it: WithResult = {
+            "fatal": fatal,
+            "final": tool is not None and tool.final,
+            "parts": image_parts(executed.images, call.decision.call_id),
+            "hidden": self._hidden(self.agents.get(call.record.agent)),
+            "operation": unique_id(),
+            "whole": executed.whole,
+        }
+        given = run_id, step, index, executed.result
+        turn: int | None = None
+        taken: Taken | None = None
+        if take:
+            outcome, taken = self._insist(self.store.take_call, *given, **with_it)
+        else:
+            outcome, turn = self._insist(self.store.record_result, *given, **with_it)
         if outcome not in (Outcome.WAIT, Outcome.LAST):
-            return Skip(run_id, outcome)
+            return Skip(run_id, outcome), taken
         if fatal is not None:
             # The record holds the fatal error, so the next step would stop too: this is sooner.
             record = self.store.read_run(run_id)
             if record.fatal is not None:
-                return self._stop(record, Outcome.FAILED)
-        return _after_result(run_id, step, outcome, turn)
+                return self._stop(record, Outcome.FAILED), taken
+        return _after_result(run_id, step, outcome, turn), taken
 
     def lose_call(self, run_id: str, step: int, index: int, *, pid: int) -> Next:
         """A child that held a call is gone: say so now, without waiting for its lease."""
@@ -712,7 +795,8 @@ class Loop:
             return Skip(run_id, call)
         given_up = self._calls.give_up_on(call)
         self.observer.call(call, lambda: given_up)
-        return self._record(call, given_up, None)
+        coming, _ = self._record(call, given_up, None)
+        return coming
 
     # --- ends and recovery ------------------------------------------------------------------------
 
@@ -973,6 +1057,14 @@ def _is_out(error: ModelError) -> bool:
 def _answered(calls: list[OpenCall]) -> dict[str, Any]:
     """What an event says of a model's turn."""
     return {"calls": len(calls), "refused": sum(call.result is not None for call in calls)}
+
+
+def _no_more() -> bool:
+    return False
+
+
+def _given(value: T) -> T:
+    return value
 
 
 def _after_result(run_id: str, step: int, outcome: Outcome, turn: int | None) -> Next:

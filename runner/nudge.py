@@ -33,6 +33,7 @@ class Nudges:
         self._lock = threading.Lock()
         self._watchers: dict[str, set[Callable[[], object]]] = defaultdict(set)
         self._hearers: list[Callable[[str], object]] = []
+        self._overhearing: list[set[str]] = []
 
     def hear(self, callback: Callable[[str], object]) -> None:
         """Call `callback` (from the listener's thread) with the id of each run that is so ended.
@@ -56,6 +57,19 @@ class Nudges:
                 if not self._watchers[run_id]:
                     del self._watchers[run_id]
 
+    @contextlib.contextmanager
+    def overhear(self) -> Iterator[set[str]]:
+        """Collect the ids of all runs that are so ended meanwhile."""
+        self._start()
+        ended: set[str] = set()
+        with self._lock:
+            self._overhearing.append(ended)
+        try:
+            yield ended
+        finally:
+            with self._lock, contextlib.suppress(ValueError):  # it may be of a parent
+                self._overhearing.remove(ended)
+
     def close(self) -> None:
         """Let the listener end, at once where Redis answers."""
         self._closed.set()
@@ -77,6 +91,7 @@ class Nudges:
         self._lock = threading.Lock()
         self._watchers = defaultdict(set)
         self._hearers = []
+        self._overhearing = []
         self._listening = threading.Event()
         self._pid = os.getpid()
         threading.Thread(target=self._listen, name="celeriac-nudges", daemon=True).start()
@@ -100,6 +115,8 @@ class Nudges:
 
     def _wake(self, run_id: str) -> None:
         with self._lock:
+            for ended in self._overhearing:
+                ended.add(run_id)
             callbacks = tuple(self._watchers.get(run_id, ()))
         for callback in callbacks:
             callback()

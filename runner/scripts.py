@@ -2,11 +2,13 @@
 
 A script's header names its purpose, each `KEYS[n]`, each `ARGV[n]` and the words it returns. In
 front of each stands what it uses of the prelude (clock, events, tool messages, hints), and no more:
-Redis makes every function there anew each time that a script is called.
+Redis makes every function there anew each time that a script is called. One that is made of others
+names them (`Uses`), and has each as a function of its keys and arguments.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -14,12 +16,16 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent / "lua"
 
-KEY_LINE = re.compile(r"^-- KEYS\[(\d+)\] (\w+) ([A-Z]+)\b", re.MULTILINE)
+KEY_LINE = re.compile(r"^-- KEYS\[\d+(?:\.\.)?\] (\w+)", re.MULTILINE)
+USES_LINE = re.compile(r"^-- Uses (\w+(?:, \w+)*)$", re.MULTILINE)
 ARG_LINE = re.compile(r"^-- ARGV\[(\d+)(\.\.)?\] (\w+)", re.MULTILINE)
 RETURNS_LINE = re.compile(r"^-- Returns ((?:[A-Z]+)(?: \| [A-Z]+)*)", re.MULTILINE)
 COMMENT = re.compile(r"--.*")
 DEFINED = re.compile(r"^local (?:function )?(\w+)", re.MULTILINE)
 HOLE = re.compile(r"\{(run|step|index|tag)\}")
+
+HOLDER = re.compile(r"[\w-]+(\.[0-9]+){1,2}", re.ASCII)
+"""A step or a call, as its message's id has it."""
 
 NO_ENVELOPES = "local ENVELOPES = nil\n"
 """The line of the prelude into which a store writes how hints are sent."""
@@ -33,7 +39,18 @@ class Envelope:
     """
 
     queue: str
+    task: str
     text: str
+
+    def holder_in(self, message: str) -> str | None:
+        """The step or call that a message is a hint of, as in a trace id; None for any other."""
+        try:
+            headers = json.loads(message)["headers"]
+            task, holder = headers["task"], headers["id"]
+        except (ValueError, LookupError, TypeError):
+            return None
+        found = task == self.task and isinstance(holder, str) and HOLDER.fullmatch(holder)
+        return holder if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +71,16 @@ class ScriptText:
     args: tuple[str, ...]
     open_ended: bool
     words: tuple[str, ...]
+    uses: tuple[ScriptText, ...] = ()
 
     @property
     def text(self) -> str:
-        return _used_prelude(self.body) + self.body
+        code = "".join([*(each.as_function for each in self.uses), self.body])
+        return _used_prelude(code) + code
+
+    @property
+    def as_function(self) -> str:
+        return f"local function {self.name}(KEYS, ARGV)\n{self.body}\nend\n"
 
     def sending(self, envelopes: Envelopes | None) -> str:
         """The text of the script for a store that has it send its hints."""
@@ -80,13 +103,15 @@ def load_script(name: str) -> ScriptText:
     body = _read(name)
     returns = RETURNS_LINE.search(body)
     args = ARG_LINE.findall(body)
+    uses = USES_LINE.search(body)
     return ScriptText(
         name=name,
         body=body,
-        keys=tuple(key for _, key, _ in KEY_LINE.findall(body)),
+        keys=tuple(KEY_LINE.findall(body)),
         args=tuple(arg for _, _, arg in args),
         open_ended=any(more for _, more, _ in args),
         words=tuple(returns.group(1).split(" | ")) if returns else (),
+        uses=tuple(map(load_script, uses.group(1).split(", "))) if uses else (),
     )
 
 

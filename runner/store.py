@@ -12,6 +12,7 @@ import json
 import os
 import re
 import socket
+import threading
 import time
 import uuid
 from collections import deque
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, Unpack
 
 import redis
 from pydantic import JsonValue, TypeAdapter
@@ -65,7 +66,7 @@ from runner.record import (
 )
 from runner.redact import redact
 from runner.render import cut
-from runner.scripts import Envelopes, load_script, script_names
+from runner.scripts import Envelope, Envelopes, load_script, script_names
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
 
 MAX_DEATHS = 3
@@ -84,6 +85,9 @@ MAX_QUEUED_RUNS = 100
 
 MAX_BLOCK = 4.0
 """Seconds that a read waits in Redis at most."""
+
+TAKEN_FOR = 3600.0
+"""Seconds for which it is known which hint a process has taken by itself."""
 
 CLAIM = 2.0
 """Seconds for which a worker that recovers a run keeps others from doing the same."""
@@ -215,6 +219,69 @@ class OpenCall:
         return call_digest(self.decision.name, self.decision.arguments)
 
 
+class Hint(NamedTuple):
+    """What a message on a queue is of: a step, or a call of it by its index."""
+
+    run_id: str
+    step: int
+    call: int = 0
+
+    @classmethod
+    def read(cls, trace_id: str) -> Hint:
+        run_id, *numbers = trace_id.split(".")
+        return cls(run_id, *map(int, numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A hint that was taken with its call: begun, or why there is nothing to do."""
+
+    run_id: str
+    begun: BegunCall | Outcome
+
+
+class Turn(TypedDict):
+    """What a step commits: the model's turn, and the calls that it asks for.
+
+    At most `parallel` of these are in flight; `invalid` counts those that are refused.
+    `fingerprint` is the agent's; `warning` is of budgets; fields called as in `hidden` are hidden
+    in the trace.
+    """
+
+    messages: Sequence[dict[str, Any]]
+    calls: Sequence[OpenCall]
+    parallel: int
+    invalid: int
+    usage: Usage
+    trace: dict[str, Any]
+    event: dict[str, Any]
+    fingerprint: str
+    warning: NotRequired[Mapping[str, Any] | None]
+    hidden: NotRequired[frozenset[str]]
+
+
+class WithResult(TypedDict, total=False):
+    """What may come with a call's result.
+
+    `operation`: the same for each time that this is tried. `final`: its data is the run's answer.
+    `parts` follow the block as a user message. A result that no attempt brings is taken only from a
+    call that `waits` in that state, and with these arguments (`digest`); `decided`: it is a denial,
+    of which the first stands. `whole` is the text of a result that was cut for the model; of that,
+    the setting `max_result_chars` is kept for the user. Fields called as in `hidden` are hidden in
+    that and in the trace. `fatal` ends the run.
+    """
+
+    fatal: RunError | None
+    final: bool
+    parts: Sequence[dict[str, Any]]
+    hidden: frozenset[str]
+    operation: str | None
+    waits: str | None
+    decided: Decided | None
+    digest: str | None
+    whole: str | None
+
+
 @dataclass(frozen=True, slots=True)
 class Lost:
     """What `recover_run` found: the hints to publish again, or the record past its deadline.
@@ -282,6 +349,17 @@ class RunStore:
             client = self._clients.pop((os.getpid(), url), None)
             if client is not None:
                 client.close()
+
+    def connect_ahead(self, count: int) -> None:
+        """Make so many connections now: a burst of threads would make them all at once.
+
+        Raises `RedisUnavailable`.
+        """
+        pool = self.redis.connection_pool
+        with reporting_redis_errors():
+            made = [pool.get_connection() for _ in range(count)]
+        for each in made:
+            pool.release(each)
 
     def check(self) -> None:
         """Raise `RedisUnavailable` unless a Redis server answers at the configured address."""
@@ -584,6 +662,36 @@ class RunStore:
             [run_id],
         )
 
+    # --- hints ------------------------------------------------------------------------------------
+
+    def wait_for_hint(self, kind: Literal["step", "call"], seconds: float) -> Hint | None:
+        """Take the next hint of a kind off its queue, and wait for it if need be; None for none.
+
+        Only where the scripts send hints by themselves: elsewhere the queues are Celery's alone.
+        Nothing is written down: that is for who begins it. One that is popped by a process that
+        dies is lost like any, and recovery brings it back.
+        """
+        hints: Envelope = getattr(self._hints(), kind)
+        found = self._ask("brpop", [hints.queue], timeout=seconds)
+        if found is None:
+            return None
+        holder = hints.holder_in(found[1])
+        if holder is None:
+            self._ask("rpush", hints.queue, found[1])  # in front again, where Celery takes it
+            return None
+        return Hint.read(holder)
+
+    def read_taken(self, pid: int) -> Hint | None:
+        """What the process `pid` of this host has taken last by itself; None for nothing."""
+        found: str | None = self._ask("get", keys.taken(f"{HOST}/{pid}"))
+        return Hint.read(found.split(" ")[1]) if found else None
+
+    def _hints(self) -> Envelopes:
+        hints = self.envelopes()
+        if hints is None:
+            raise ValueError("hints can be taken only where the scripts send them")
+        return hints
+
     # --- a step -----------------------------------------------------------------------------------
 
     def adopt_limits(self, run_id: str, limits: Limits) -> RunRecord | None:
@@ -673,29 +781,39 @@ class RunStore:
         )
 
     def commit_step(
-        self,
-        record: RunRecord,
-        *,
-        messages: Sequence[dict[str, Any]],
-        calls: Sequence[OpenCall],
-        parallel: int,
-        invalid: int,
-        usage: Usage,
-        trace: dict[str, Any],
-        event: dict[str, Any],
-        fingerprint: str,
-        warning: Mapping[str, Any] | None = None,
-        hidden: frozenset[str] = frozenset(),
+        self, record: RunRecord, **turn: Unpack[Turn]
     ) -> tuple[Outcome, tuple[int, ...]]:
         """Append a step's turn and open its calls; answers the indexes whose hints go out.
 
         That is, those which the script hasn't sent by itself.
         """
-        run_id = record.run_id
-        args: list[Any] = []
-        for call in calls:
+        reply = self._run("commit_step", *self._committing(record, turn))
+        return reply[0], tuple(map(int, reply[1:]))
+
+    def take_step(self, record: RunRecord, **turn: Unpack[Turn]) -> tuple[Outcome, Hint | None]:
+        """Commit a step, and take the hint of the step that is next; None where there is none.
+
+        Only where the scripts send hints by themselves: what follows is published by then.
+        """
+        hints = self._hints().step
+        key_names, args = self._committing(record, turn)
+        attempt = f"{keys.trace_id(record.run_id, record.step)}/{record.epoch}"
+        reply = self._run(
+            "take_step",
+            [hints.queue, keys.taken(_taker()), *key_names],
+            [hints.task, ms(TAKEN_FOR), attempt, *args],
+        )
+        taken = reply[-1] if isinstance(reply[-1], list) else None
+        return reply[0], Hint.read(taken[1]) if taken else None
+
+    def _committing(self, record: RunRecord, turn: Turn) -> tuple[list[str], list[Any]]:
+        """The keys and arguments of the script that commits a step."""
+        run_id, messages = record.run_id, turn["messages"]
+        warning, hidden = turn.get("warning"), turn.get("hidden", frozenset())
+        calls: list[Any] = []
+        for call in turn["calls"]:
             result = call.result
-            args += [
+            calls += [
                 dump(call.provider_id),
                 call.decision.model_dump_json(),
                 dump(_opening(call)),
@@ -707,37 +825,34 @@ class RunStore:
                 _who_acts(call),
                 self._limits_of(call),
             ]
-        reply = self._run(
-            "commit_step",
-            [
-                keys.run(run_id),
-                keys.messages(run_id),
-                keys.calls(run_id),
-                keys.results(run_id),
-                keys.events(run_id),
-                keys.trace(run_id),
-                keys.DUE,
-                *LIMIT_KEYS,
-            ],
-            [
-                run_id,
-                record.step,
-                record.epoch,
-                ms(self.settings.hint_grace),
-                self.settings.max_events,
-                parallel,
-                invalid,
-                *usage_args(usage),
-                dump(trace),
-                dump(event),
-                fingerprint,
-                dump(warning) if warning else "",
-                len(messages),
-                *map(dump, messages),
-                *args,
-            ],
-        )
-        return reply[0], tuple(map(int, reply[1:]))
+        key_names = [
+            keys.run(run_id),
+            keys.messages(run_id),
+            keys.calls(run_id),
+            keys.results(run_id),
+            keys.events(run_id),
+            keys.trace(run_id),
+            keys.DUE,
+            *LIMIT_KEYS,
+        ]
+        args = [
+            run_id,
+            record.step,
+            record.epoch,
+            ms(self.settings.hint_grace),
+            self.settings.max_events,
+            turn["parallel"],
+            turn["invalid"],
+            *usage_args(turn["usage"]),
+            dump(turn["trace"]),
+            dump(turn["event"]),
+            turn["fingerprint"],
+            dump(warning) if warning else "",
+            len(messages),
+            *map(dump, messages),
+            *calls,
+        ]
+        return key_names, args
 
     def park_step(
         self,
@@ -786,8 +901,13 @@ class RunStore:
 
     # --- a call -----------------------------------------------------------------------------------
 
-    def begin_call(self, run_id: str, step: int, index: int) -> BegunCall | Outcome:
-        """Take a call's next attempt; a bare word where there is nothing to do."""
+    def begin_call(
+        self, run_id: str, step: int, index: int, *, taken: bool = False
+    ) -> BegunCall | Outcome:
+        """Take a call's next attempt; a bare word where there is nothing to do.
+
+        `taken`: this process has its hint by itself, and writes that down for its parent.
+        """
         reply = self._run(
             "begin_call",
             [
@@ -798,6 +918,7 @@ class RunStore:
                 keys.seen(TOOLS_QUEUE),
                 keys.DUE,
                 *LIMIT_KEYS,
+                keys.taken(_taker()),
             ],
             [
                 step,
@@ -807,6 +928,7 @@ class RunStore:
                 self._attempt_id(),
                 SCHEMA_VERSION,
                 run_id,
+                ms(TAKEN_FOR) if taken else 0,
             ],
         )
         if len(reply) == 1:
@@ -860,70 +982,96 @@ class RunStore:
         )
 
     def record_result(
-        self,
-        run_id: str,
-        step: int,
-        index: int,
-        result: ToolResult,
-        *,
-        fatal: RunError | None = None,
-        final: bool = False,
-        parts: Sequence[dict[str, Any]] = (),
-        hidden: frozenset[str] = frozenset(),
-        operation: str | None = None,
-        waits: str | None = None,
-        decided: Decided | None = None,
-        digest: str | None = None,
-        whole: str | None = None,
+        self, run_id: str, step: int, index: int, result: ToolResult, **with_it: Unpack[WithResult]
     ) -> tuple[Outcome, int | None]:
         """Record a call's result; answers whose hint is to be published, if the script didn't.
 
         With `WAIT` that is the index of a held call, with `LAST` the number of the next step.
-        `operation`: the same for each time that this is tried. `final`: its data is the run's
-        answer. `parts` follow the block as a user message. A result that no attempt brings is taken
-        only from a call that `waits` in that state, and with these arguments (`digest`); `decided`:
-        it is a denial, of which the first stands. `whole` is the text of a result that was cut for
-        the model; of that, the setting `max_result_chars` is kept for the user. Fields called as in
-        `hidden` are hidden in that and in the trace.
         """
+        reply = self._run("record_result", *self._recording(run_id, step, index, result, with_it))
+        return reply[0], int(reply[1]) if len(reply) > 1 else None
+
+    def take_call(
+        self, run_id: str, step: int, index: int, result: ToolResult, **with_it: Unpack[WithResult]
+    ) -> tuple[Outcome, Taken | None]:
+        """Record a call's result, and begin the call whose hint is next; None where there is none.
+
+        Only where the scripts send hints by themselves: what follows is published by then.
+        """
+        hints = self._hints()
+        key_names, args = self._recording(run_id, step, index, result, with_it)
         reply = self._run(
-            "record_result",
+            "take_call",
             [
-                keys.run(run_id),
-                keys.messages(run_id),
-                keys.calls(run_id),
-                keys.results(run_id),
-                keys.evidence(run_id),
-                keys.events(run_id),
-                keys.trace(run_id),
+                hints.call.queue,
+                keys.taken(_taker()),
+                keys.run(""),
+                keys.seen(TOOLS_QUEUE),
                 keys.DUE,
-                keys.whole(run_id),
                 *LIMIT_KEYS,
+                *key_names,
             ],
             [
-                run_id,
-                step,
-                index,
-                ms(self.settings.hint_grace),
+                hints.call.task,
+                ms(TAKEN_FOR),
+                ms(self.settings.lease),
+                f"{_process()}/{with_it['operation']}",
+                SCHEMA_VERSION,
                 self.settings.max_events,
-                result.model_dump_json(),
-                dump(result.content),
-                EVIDENCE.dump_json(result.evidence).decode() if result.evidence else "",
-                fatal.model_dump_json() if fatal else "",
-                dump(_recorded(step, result, fatal, parts, decided, hidden)),
-                dump(call_summary(result)),
-                operation or self._attempt_id(),
-                # A denial is no failure of the tool's.
-                "" if result.ok or decided else result.name,
-                dump(result.data) if final and result.ok else "",
-                ",".join(map(dump, parts)),
-                waits or "",
-                decided.model_dump_json(exclude_none=True) if decided else "",
-                digest or "",
-                cut(redact(whole or "", hidden), self.settings.max_result_chars),
+                *args,
             ],
         )
-        return reply[0], int(reply[1]) if len(reply) > 1 else None
+        if not isinstance(reply[-1], list):
+            return reply[0], None
+        _, holder, begun = reply[-1]
+        hint = Hint.read(holder)
+        begun[0] = Outcome(begun[0])
+        if len(begun) == 1:
+            return reply[0], Taken(hint.run_id, begun[0])
+        return reply[0], Taken(hint.run_id, _begun_call(hint.run_id, hint.call, begun))
+
+    def _recording(
+        self, run_id: str, step: int, index: int, result: ToolResult, with_it: WithResult
+    ) -> tuple[list[str], list[Any]]:
+        """The keys and arguments of the script that records a result."""
+        fatal, decided = with_it.get("fatal"), with_it.get("decided")
+        parts, hidden = with_it.get("parts", ()), with_it.get("hidden", frozenset())
+        final = with_it.get("final", False) and result.ok
+        key_names = [
+            keys.run(run_id),
+            keys.messages(run_id),
+            keys.calls(run_id),
+            keys.results(run_id),
+            keys.evidence(run_id),
+            keys.events(run_id),
+            keys.trace(run_id),
+            keys.DUE,
+            keys.whole(run_id),
+            *LIMIT_KEYS,
+        ]
+        args = [
+            run_id,
+            step,
+            index,
+            ms(self.settings.hint_grace),
+            self.settings.max_events,
+            result.model_dump_json(),
+            dump(result.content),
+            EVIDENCE.dump_json(result.evidence).decode() if result.evidence else "",
+            fatal.model_dump_json() if fatal else "",
+            dump(_recorded(step, result, fatal, parts, decided, hidden)),
+            dump(call_summary(result)),
+            with_it.get("operation") or self._attempt_id(),
+            # A denial is no failure of the tool's.
+            "" if result.ok or decided else result.name,
+            dump(result.data) if final else "",
+            ",".join(map(dump, parts)),
+            with_it.get("waits") or "",
+            decided.model_dump_json(exclude_none=True) if decided else "",
+            with_it.get("digest") or "",
+            cut(redact(with_it.get("whole") or "", hidden), self.settings.max_result_chars),
+        ]
+        return key_names, args
 
     def decide_call(
         self, run_id: str, step: int, index: int, decided: Decided, *, digest: str
@@ -1235,11 +1383,13 @@ class RunStore:
         lists = self._ask("lrange", keys.evidence(run_id), 0, -1)
         return [found for text in lists for found in EVIDENCE.validate_json(text)]
 
-    def may_restart(self, run_id: str, step: int, index: int) -> bool:
-        """Whether an open call may be started more than once."""
+    def may_restart(self, run_id: str, step: int, index: int, *, pid: int) -> bool:
+        """Whether the process `pid` of this host holds this call, and it may be started again."""
         record = self.read_run(run_id)
-        starts = self._ask("hget", keys.calls(run_id), f"{index}.starts")
-        return record.step == step and int(starts or 0) > 1
+        fields = [f"{index}.{name}" for name in ("state", "attempt", "starts")]
+        state, attempt, starts = self._ask("hmget", keys.calls(run_id), fields)
+        held = state == "running" and attempt.startswith(f"{HOST}/{pid}/")
+        return held and record.step == step and int(starts) > 1
 
     def list_runs(self, limit: int, *, tenant: str | None = None) -> Iterator[RunRecord]:
         """Runs, unfinished ones first, then the last finished; at most `limit` are looked at.
@@ -1392,7 +1542,7 @@ class RunStore:
 
     def _attempt_id(self) -> str:
         # Host and process stand first: a parent can name the attempts of a child that is gone.
-        return f"{_process()}/{uuid.uuid4().hex}"
+        return f"{_process()}/{unique_id()}"
 
     def answer_ping(self, token: str) -> None:
         """Leave a sign of life, for a minute."""
@@ -1541,8 +1691,32 @@ def _opening(call: OpenCall) -> dict[str, Any]:
     return {"tool": call.decision.name}
 
 
+_numbers = itertools.count()
+_origin = uuid.uuid4().hex
+
+
+def _begin_anew() -> None:
+    global _origin
+    _origin = uuid.uuid4().hex
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+def unique_id() -> str:
+    """An id that nobody else ever makes; a random number each time would cost a system call."""
+    return f"{_origin}-{next(_numbers)}"
+
+
 def _process() -> str:
     return f"{HOST}/{os.getpid()}"
+
+
+def _taker() -> str:
+    """Who takes a hint: a process, for a thread beside its main one the process and the thread."""
+    if threading.current_thread() is threading.main_thread():
+        return _process()
+    return f"{_process()}/{threading.get_native_id()}"
 
 
 def _begun_call(run_id: str, index: int, reply: Sequence[Any]) -> BegunCall:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from celery import Celery, states
+from celery import Celery, Task, states
 
 from runner.errors import AgentError, CeleriacError, InvalidInput, RunNotFound
 from runner.failpoints import Point, reach
@@ -22,6 +22,7 @@ from tasks.accept import accept_start
 from tasks.deliver import store_started
 from tasks.hints import CALL_TOOL, PING, START, STEP, publish
 from tasks.requests import CallRequest, HiddenRequest, StepRequest, cancel_if_revoked
+from tasks.stint import StepStint, Stint
 
 logger = logging.getLogger(__name__)
 
@@ -62,19 +63,24 @@ def add_tasks(app: Celery, loop: Loop) -> None:
             revoked = cancel_if_revoked(loop.store, run_id)
             publish(app, loop.store, Wait(run_id) if revoked else accepted.coming)
 
-    @app.task(name=STEP, shared=False, Request=Step)
-    def step(run_id: str, step: int) -> str:
-        coming = loop.advance(run_id, step)
-        publish(app, loop.store, coming)
-        reach(Point.STEP_PUBLISHED)
-        return _in_words(coming)
+    @app.task(name=STEP, shared=False, bind=True, Request=Step)
+    def step(self: Task, run_id: str, step: int) -> str:
+        words = []
+        with StepStint(app, loop, self.request) as stint:
+            for coming in loop.take_steps(run_id, step, stint):
+                publish(app, loop.store, coming)
+                reach(Point.STEP_PUBLISHED)
+                words.append(_in_words(coming))
+        return words[0]
 
-    @app.task(name=CALL_TOOL, shared=False, Request=Call)
-    def call_tool(run_id: str, step: int, index: int) -> str:
-        told = [""]
-        publish(app, loop.store, loop.call_tool(run_id, step, index, tell=told.append))
-        reach(Point.CALL_PUBLISHED)
-        return told[-1]
+    @app.task(name=CALL_TOOL, shared=False, bind=True, Request=Call)
+    def call_tool(self: Task, run_id: str, step: int, index: int) -> str:
+        told: list[str] = []
+        with Stint(app, loop, self.request) as stint:
+            for coming in loop.take_calls(run_id, step, index, stint.goes_on, tell=told.append):
+                publish(app, loop.store, coming)
+                reach(Point.CALL_PUBLISHED)
+        return told[0] if told else ""
 
     @app.task(name=PING, shared=False)
     def ping(token: str) -> None:

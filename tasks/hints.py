@@ -119,7 +119,7 @@ def _take_one(app: Celery, name: str, queue: str, args: tuple[Any, ...]) -> Enve
     # The same in each process, so that Redis keeps one text of each script.
     message["headers"]["origin"] = message["properties"]["reply_to"] = "celeriac"
     text = dump(message).replace(str(SAMPLE_STEP), "{step}").replace(str(SAMPLE_INDEX), "{index}")
-    return Envelope(queue, text)
+    return Envelope(queue, name, text)
 
 
 def _send(

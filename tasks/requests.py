@@ -15,8 +15,9 @@ from kombu.exceptions import ContentDisallowed, DecodeError
 
 from runner.errors import CeleriacError
 from runner.loop import Loop, cancel_run
-from runner.store import RunStore
+from runner.store import Hint, RunStore
 from tasks.hints import publish
+from tasks.stint import ALONE, is_told
 
 logger = logging.getLogger(__name__)
 
@@ -99,10 +100,18 @@ class HiddenRequest(Request):
         """Nothing is ended: a start takes a moment, and its run is cancelled right after it."""
 
 
-class StepRequest(Request):
-    """For `celeriac.step`: a thread can't be killed, but its model call can be let go of."""
+class HintRequest(Request):
+    """For what a hint asks for: its task may go on with others, unless each is to be told of."""
 
     loop: ClassVar[Loop]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._request_dict[ALONE] = is_told(self._eventer)
+
+
+class StepRequest(HintRequest):
+    """For `celeriac.step`: a thread can't be killed, but its model call can be let go of."""
 
     def revoked(self) -> bool:
         """Asked before the step is begun: here a revoke that came before the run is made good."""
@@ -116,10 +125,8 @@ class StepRequest(Request):
         self.loop.release()
 
 
-class CallRequest(Request):
+class CallRequest(HintRequest):
     """For `celeriac.call_tool`: a lost child is answered at once, not at its lease's end."""
-
-    loop: ClassVar[Loop]
 
     def on_failure(
         self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False
@@ -144,7 +151,12 @@ class CallRequest(Request):
     def _lose_call(self) -> None:
         if self.worker_pid is None:
             return  # never begun: its hint is lost like any other
-        run_id, step, index = self.args
-        publish(
-            self.app, self.loop.store, self.loop.lose_call(run_id, step, index, pid=self.worker_pid)
-        )
+        store = self.loop.store
+        for run_id, step, index in held_by(store, self):
+            publish(self.app, store, self.loop.lose_call(run_id, step, index, pid=self.worker_pid))
+
+
+def held_by(store: RunStore, request: Request) -> set[Hint]:
+    """The calls that a child may hold: the one that its task began with, and what it took since."""
+    taken = store.read_taken(request.worker_pid)
+    return {Hint(*request.args)} | ({taken} if taken else set())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import logging
 import os
@@ -13,7 +14,7 @@ from typing import Any
 from celery import Celery, bootsteps
 
 from runner.agents import Agents, load_agents
-from runner.errors import SettingsError
+from runner.errors import RedisUnavailable, SettingsError
 from runner.loop import Loop
 from runner.observe import Observer
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
@@ -23,9 +24,10 @@ from tasks.hints import CALL_TOOL, let_scripts_send
 from tasks.recover import Recoverer
 from worker.checks import check_start
 from worker.config import HARD_LIMIT_MARGIN, merge_config, worker_config
+from worker.consumer import LeaveQueue
 from worker.control import answer_about, replace_revoke
 from worker.logs import log_as_json
-from worker.pool import OneLineOfLoss
+from worker.pool import OneLineOfLoss, StepPool
 from worker.shutdown import Drain
 from worker.telemetry import Witnesses, make_observer
 
@@ -37,6 +39,10 @@ DEFAULT_POOL = {"steps": "threads", "tools": "prefork"}
 POOLS = {"prefork": "worker.pool:ToolPool", "threads": "worker.pool:StepPool", "solo": "solo"}
 
 CONCURRENCY = {"steps": 32, "tools": os.cpu_count() or 1}
+
+
+CONNECTIONS = 32
+"""To Redis, that a worker with threads makes at its start: more than it uses at once, mostly."""
 
 
 def make_app(
@@ -63,6 +69,7 @@ def make_app(
     replace_revoke(store)
     answer_about(store, agents)
     app.steps["worker"].add(recovery_step(app, loop, settings))
+    app.steps["consumer"].add(LeaveQueue)
     return app
 
 
@@ -76,8 +83,11 @@ def recovery_step(app: Celery, loop: Loop, settings: Settings) -> type[bootsteps
             self.recoverer = Recoverer(app, loop, every=settings.recover_every)
             self.drain = Drain(app, loop, seconds=settings.drain)
 
-        def start(self, parent: Any) -> None:  # noqa: ARG002 - Celery's signature
+        def start(self, parent: Any) -> None:
             self.recoverer.start()
+            if isinstance(parent.pool, StepPool):  # a pool's children make their own
+                with contextlib.suppress(RedisUnavailable):
+                    loop.store.connect_ahead(min(parent.pool.limit, CONNECTIONS))
             if isinstance(loop.observer, Witnesses):
                 loop.hear_ends()
 
@@ -113,6 +123,10 @@ def run_worker(
         store.close()  # no connection is for a child to inherit
         if in_json := settings.log_format == "json":
             log_as_json()
+        # What is loaded by now stays: a collection that goes through all of it stops the process
+        # for a tenth of a second, and makes a child's copy of what it shares with its parent.
+        gc.collect()
+        gc.freeze()
         return _serve(
             app, queue, concurrency=concurrency, pool=pool, loglevel=loglevel, quiet=in_json
         )
@@ -132,6 +146,9 @@ def _serve(
     logging.getLogger("celery.worker.request").addFilter(OneLineOfLoss())
     # At DEBUG Celery's pools log whatever they are handed: a start's goal, as its sender wrote it.
     logging.getLogger("celery.pool").setLevel(logging.INFO)
+    if loglevel.upper() != "DEBUG":
+        # "succeeded": what our own line of a step or a call says too, and of each.
+        logging.getLogger("celery.app.trace").setLevel(logging.WARNING)
     worker = app.Worker(
         hostname=f"{queue}-{os.getpid()}@{socket.gethostname()}",
         pool=POOLS[pool],

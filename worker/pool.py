@@ -16,6 +16,8 @@ from celery.concurrency.asynpool import AsynPool
 from celery.concurrency.prefork import TaskPool
 from celery.concurrency.thread import TaskPool as ThreadPool
 
+from tasks.stint import tell_of_free_time
+
 LOOK_EVERY = 0.2
 
 
@@ -65,8 +67,6 @@ class StepPool(ThreadPool):
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
-        self._lock = threading.Lock()
-        self._in_hand = 0
 
     def on_start(self) -> None:
         all_there = threading.Event()
@@ -76,25 +76,17 @@ class StepPool(ThreadPool):
 
     def register_with_event_loop(self, loop: Any) -> None:
         loop.add_reader(self._woken, self._hear)
+        tell_of_free_time(self._wake)
 
     def on_apply(self, target: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        with self._lock:
-            self._in_hand += 1
         applied = super().on_apply(partial(_answer, target), *args, **options)
-        applied.f.add_done_callback(self._give_back)
+        applied.f.add_done_callback(lambda _: self._wake())
         return applied
 
     def on_stop(self) -> None:
         super().on_stop()
         self._waker.close()
         self._woken.close()
-
-    def _give_back(self, _: Any) -> None:
-        with self._lock:
-            was_full = self._in_hand >= self.limit
-            self._in_hand -= 1
-        if was_full:
-            self._wake()
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):  # it has yet to hear of others, or ends

@@ -21,6 +21,8 @@ from celery.worker import state as worker_state
 from runner.errors import CeleriacError
 from runner.loop import Loop
 from tasks.hints import CALL_TOOL, publish
+from tasks.requests import held_by
+from tasks.stint import stop_taking
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,8 @@ class Drain:
         worker_shutting_down.connect(self._begin, weak=False)
 
     def _begin(self, how: str = "Warm", **_: Any) -> None:
-        # Called from a signal handler: it only starts a thread.
+        # Called from a signal handler: it only sets a byte and starts a thread.
+        stop_taking()
         if self._timer is not None:
             self._timer.cancel()
         self._timer = threading.Timer(self._seconds if how == "Warm" else 0.0, self._release)
@@ -48,10 +51,11 @@ class Drain:
         for request in tuple(worker_state.active_requests):
             if request.name == CALL_TOOL and request.worker_pid not in (None, os.getpid()):
                 with contextlib.suppress(CeleriacError, ProcessLookupError):
-                    self._hand_over(*request.args, pid=request.worker_pid)
+                    for call in held_by(self._loop.store, request):
+                        self._hand_over(*call, pid=request.worker_pid)
 
     def _hand_over(self, run_id: str, step: int, index: int, *, pid: int) -> None:
-        if not self._loop.store.may_restart(run_id, step, index):
+        if not self._loop.store.may_restart(run_id, step, index, pid=pid):
             return
         os.kill(pid, signal.SIGKILL)
         logger.info("run=%s call=%s.%s handed over", run_id, step, index)

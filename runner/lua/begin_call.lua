@@ -10,6 +10,7 @@
 -- KEYS[7] slots ZSET, before the name of a limit
 -- KEYS[8] waiting ZSET, before the name of a limit
 -- KEYS[9] crowded SET
+-- KEYS[10] taken STRING
 -- ARGV[1] step number
 -- ARGV[2] index of the call in its step
 -- ARGV[3] lease in ms
@@ -17,6 +18,7 @@
 -- ARGV[5] attempt id, so that the same request sent twice gets the same answer
 -- ARGV[6] schema that the worker can read
 -- ARGV[7] id of the run
+-- ARGV[8] kept_for in ms: how long it is known who has taken its hint by itself, 0 where Celery has
 -- Returns OK | STALE | CANCELLED | DUPLICATE | EXPIRED | BUSY | PARKED | LOST | POISONED | NEWER, with now, the call's decision, starts and epoch, and the record
 local step = ARGV[1]
 local refused, schema, deadline = refuse(KEYS[1], step, 'tools', 'schema', 'deadline')
@@ -68,6 +70,9 @@ if limits then
     end
     return with_granted({'PARKED'}, granted)
   end
+end
+if ARGV[8] ~= '0' then
+  redis.call('SET', KEYS[10], ARGV[5] .. ' ' .. ARGV[7] .. '.' .. step .. '.' .. ARGV[2], 'PX', ARGV[8])
 end
 started, epoch = started + 1, epoch + 1
 redis.call('HSET', KEYS[2], field .. 'state', 'running', field .. 'attempt', ARGV[5],

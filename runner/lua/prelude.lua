@@ -195,6 +195,24 @@ local function send_hint(holder)
   redis.call('LPUSH', ENVELOPES(id, step, index, holder .. '.' .. arrival))
 end
 
+-- Takes the hint that is next in a queue off it, where it is one of this task; answers whose it is. Done twice by
+-- the same attempt, it is the same one.
+local function take_hint(queue, taken, task, kept_for, attempt)
+  local before, holder = string.match(redis.call('GET', taken) or '', '^(%S+) (%S+)$')
+  if before == attempt then
+    return holder
+  end
+  local message = redis.call('LINDEX', queue, -1) or ''
+  holder = string.match(message, '"id": ?"([%w_-]+%.[%d.]+)"')
+  if not holder or string.match(message, '"task": ?"([%w._]+)"') ~= task then
+    return nil
+  end
+  -- Written first: a Redis that is full refuses it, and the hint stays where it is.
+  redis.call('SET', taken, attempt .. ' ' .. holder, 'PX', kept_for)
+  redis.call('RPOP', queue)
+  return holder
+end
+
 -- An answer whose hint, that of `holder`, is sent here, or left with its number to whoever asked.
 local function with_hint(word, holder, number)
   if ENVELOPES then

@@ -93,27 +93,38 @@ import signal
 from pathlib import Path
 
 from kombu.transport.virtual.base import Transport
+from runner.store import RunStore
 from support.agents import *  # noqa: F403
 
 chance = random.Random(os.getpid())
-deliver = Transport._deliver
+deliver, wait_for_hint = Transport._deliver, RunStore.wait_for_hint
 
 
-def lose_some(self, message, queue):
-    if queue.startswith("celeriac.") and chance.random() < 0.05:
-        for number in range(3):
-            try:
-                Path(os.environ["CELERIAC_TEST_LEDGER"]).with_name(f"died-{number}").touch(
-                    exist_ok=False
-                )
-            except FileExistsError:
-                continue
-            os.killpg(os.getpgrp(), signal.SIGKILL)
-        return  # popped, and gone
-    deliver(self, message, queue)
+def is_lost(share):
+    if chance.random() >= share:
+        return False
+    for number in range(3):
+        try:
+            Path(os.environ["CELERIAC_TEST_LEDGER"]).with_name(f"died-{number}").touch(
+                exist_ok=False
+            )
+        except FileExistsError:
+            continue
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    return True  # popped, and gone
 
 
-Transport._deliver = lose_some
+def deliver_some(self, message, queue):
+    if not (queue.startswith("celeriac.") and is_lost(0.1)):
+        deliver(self, message, queue)
+
+
+def take_some(self, kind, seconds):
+    taken = wait_for_hint(self, kind, seconds)
+    return None if taken and is_lost(0.1) else taken
+
+
+Transport._deliver, RunStore.wait_for_hint = deliver_some, take_some
 """
 
 

@@ -21,7 +21,7 @@ import pytest
 
 from runner import StopReason, keys
 from runner.settings import TOOLS_QUEUE
-from support.fleet import LASTING, raw_client
+from support.fleet import is_lasting, raw_client
 from support.model_server import Reply, calls, final
 from support.stage import Stage, open_stage
 from tasks import Run
@@ -171,11 +171,7 @@ def test_r43_ten_thousand_runs_leave_no_key_behind(open_soak: OpenSoak) -> None:
     redis = raw_client(stage.fleet.redis_url)
 
     def left() -> list[str]:
-        return [
-            key
-            for key in redis.scan_iter("*", count=1000)
-            if key not in LASTING and not key.startswith("_kombu.binding")
-        ]
+        return [key for key in redis.scan_iter("*", count=1000) if not is_lasting(key)]
 
     total = scaled(10_000, 200)
     script = forgetting([calls(("ping", {}))])

@@ -244,7 +244,7 @@ def test_prometheus_is_told_what_each_worker_did(stage: Stage, addresses: dict[s
 def test_each_line_of_the_log_is_json_with_the_run_in_it(stage: Stage) -> None:
     run = stage.submit([calls(("add", {"a": 1, "b": 2}), text="planted-in-turn")])
     assert run.result(timeout=20).ok
-    stage.fleet.wait_for(lambda: f"{run.id}.1] succeeded" in stage.fleet.log("steps"))
+    stage.fleet.wait_for(lambda: f"run={run.id} step=1 " in stage.fleet.log("steps"))
 
     for name, key in (("steps", "step"), ("tools", "index")):
         text = stage.fleet.log(name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import time
 from typing import Any
 
@@ -44,8 +45,10 @@ from runner.store import (
     RunStore,
     connect,
     reporting_redis_errors,
+    unique_id,
 )
 from runner.tools import error_result
+from support.fleet import url_of
 
 pytestmark = pytest.mark.usefixtures("no_leaked_keys")
 
@@ -1695,3 +1698,26 @@ def test_a_field_that_is_hidden_is_in_the_result_and_not_in_the_trace(store: Run
     store.record_result(RUN, 0, 0, told, hidden=frozenset({"token"}))
     assert "sk-1" not in json.dumps(store.read_trace(RUN))
     assert store.read_messages(RUN)[-1]["content"] == '{"token":"sk-1"}'
+
+
+def test_ids_of_attempts_are_unique_also_in_a_forked_process(store: RunStore) -> None:
+    found: Any = multiprocessing.SimpleQueue()
+    child = multiprocessing.get_context("fork").Process(
+        target=lambda: found.put([unique_id() for _ in range(50)])
+    )
+    child.start()
+    ids = [unique_id() for _ in range(50)] + found.get()
+    child.join(5)
+    assert len(set(ids)) == 100
+
+
+def test_connections_are_made_ahead_and_used(server: ValkeyServer) -> None:
+    settings = Settings(redis_url=url_of(server))
+    store, looking = RunStore(settings), RunStore(settings)
+    before = looking.redis.info("clients")["connected_clients"]
+    store.connect_ahead(5)
+    assert looking.redis.info("clients")["connected_clients"] == before + 5
+    store.check()
+    assert looking.redis.info("clients")["connected_clients"] == before + 5
+    store.close()
+    looking.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from runner import store
 from runner.scripts import ScriptText, load_script, script_names
@@ -52,6 +53,7 @@ def disarm(protection: str, patch: Callable[[object, str, object], None] = setat
         for pattern, instead in edits.get(name, {}).items():
             body, count = re.subn(pattern, instead, body)
             assert count == 1, f"{name} has {count} places like {pattern}"
-        return ScriptText(text.name, body, text.keys, text.args, text.open_ended, text.words)
+        used = tuple(load(each.name) for each in text.uses)
+        return replace(text, body=body, uses=used)
 
     patch(store, "load_script", load)

