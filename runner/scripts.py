@@ -24,7 +24,7 @@ COMMENT = re.compile(r"--.*")
 DEFINED = re.compile(r"^local (?:function )?(\w+)", re.MULTILINE)
 HOLE = re.compile(r"\{(run|step|index|tag)\}")
 
-HOLDER = re.compile(r"[\w-]+(\.[0-9]+){1,2}", re.ASCII)
+HOLDER = re.compile(r"[\w-]{1,64}(\.[0-9]{1,9}){1,2}", re.ASCII)
 """A step or a call, as its message's id has it."""
 
 NO_ENVELOPES = "local ENVELOPES = nil\n"
@@ -49,8 +49,10 @@ class Envelope:
             task, holder = headers["task"], headers["id"]
         except (ValueError, LookupError, TypeError):
             return None
-        found = task == self.task and isinstance(holder, str) and HOLDER.fullmatch(holder)
-        return holder if found else None
+        if task != self.task or not isinstance(holder, str) or not HOLDER.fullmatch(holder):
+            return None
+        numbers = 2 if "{index}" in self.text else 1
+        return holder if holder.count(".") == numbers else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,16 +195,16 @@ local function send_hint(holder)
   redis.call('LPUSH', ENVELOPES(id, step, index, holder .. '.' .. arrival))
 end
 
--- Takes the hint that is next in a queue off it, where it is one of this task; answers whose it is. Done twice by
--- the same attempt, it is the same one.
-local function take_hint(queue, taken, task, kept_for, attempt)
+-- Takes the hint that is next in a queue off it, where it is one of this task and its id is like that of such a
+-- hint; answers whose it is. Done twice by the same attempt, it is the same one.
+local function take_hint(queue, taken, task, like, kept_for, attempt)
   local before, holder = string.match(redis.call('GET', taken) or '', '^(%S+) (%S+)$')
   if before == attempt then
     return holder
   end
   local message = redis.call('LINDEX', queue, -1) or ''
-  holder = string.match(message, '"id": ?"([%w_-]+%.[%d.]+)"')
-  if not holder or string.match(message, '"task": ?"([%w._]+)"') ~= task then
+  holder = string.match(message, '"id": ?"(' .. like .. ')"')
+  if not holder or #holder > 100 or string.match(message, '"task": ?"([%w._]+)"') ~= task then
     return nil
   end
   -- Written first: a Redis that is full refuses it, and the hint stays where it is.

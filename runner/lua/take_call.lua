@@ -18,7 +18,7 @@
 -- ARGV[7..] recording, those of record_result
 -- Returns WAIT | LAST | DUPLICATE | STALE | FENCED | DECIDED, and the call that was taken with the answer of begin_call
 local reply = record_result({unpack(KEYS, 9)}, {unpack(ARGV, 7)})
-local holder = take_hint(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[4])
+local holder = take_hint(KEYS[1], KEYS[2], ARGV[1], '[%w_-]+%.%d+%.%d+', ARGV[2], ARGV[4])
 if holder then
   local id, step, index = string.match(holder, '^([^.]+)%.(%d+)%.(%d+)$')
   local run = KEYS[3] .. id

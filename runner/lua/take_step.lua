@@ -9,7 +9,7 @@
 -- ARGV[4..] committing, those of commit_step
 -- Returns OK | ALREADY | STALE | FENCED | CANCELLED, and the step that was taken
 local reply = commit_step({unpack(KEYS, 3)}, {unpack(ARGV, 4)})
-local holder = take_hint(KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3])
+local holder = take_hint(KEYS[1], KEYS[2], ARGV[1], '[%w_-]+%.%d+', ARGV[2], ARGV[3])
 if holder then
   reply[#reply + 1] = {'taken', holder}
 end

@@ -140,6 +140,11 @@ def test_a_hint_that_came_through_celery_is_taken_like_any(app: Celery, store: R
     assert take_hint(store, "call") == Hint("some-run-1", 3, 7)
 
 
+def send_call(app: Celery, task_id: str) -> None:
+    """What says that it is a call, and has the id of none."""
+    app.send_task("celeriac.call_tool", ("r", 0, 0), task_id=task_id, queue=TOOLS_QUEUE)
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -150,6 +155,9 @@ def test_a_hint_that_came_through_celery_is_taken_like_any(app: Celery, store: R
         lambda app: app.send_task(
             "celeriac.start", kwargs={"goal": "g", "agent": "a"}, queue=TOOLS_QUEUE
         ),
+        lambda app: send_call(app, "a-step-of-one.5"),
+        lambda app: send_call(app, f"a-long-one.{'9' * 5000}.0"),
+        lambda app: send_call(app, "a-broken-one.1.2.3"),
         lambda app: raw_client(app.conf.broker_url).lpush(TOOLS_QUEUE, "\x00no message"),
     ],
 )
