@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from runner.agents import Agents
 from runner.context import goal_message, rebuild_request
 from runner.loop import CallTools, Loop, Next, NextStep, answer_question
 from runner.model import write_request
-from runner.models import Limits
+from runner.models import Limits, Model
 from runner.record import RunRecord
 from runner.store import RunStore
 from support.replays import check_replay
@@ -103,6 +104,18 @@ def close_loops(store: RunStore, loops: Sequence[Loop]) -> None:
     for thread in threading.enumerate():
         if thread.name == "celeriac-nudges":
             thread.join(5)
+
+
+@contextlib.contextmanager
+def loop_of_worker(store: RunStore, *agents: Agent, model: Model | None = None) -> Iterator[Loop]:
+    """A loop whose store leaves the hints to whoever drives it, unlike that of a client."""
+    own = RunStore(store.settings)
+    loop = Loop(own, Agents(agents), settings=own.settings, model=model)
+    try:
+        yield loop
+    finally:
+        close_loops(own, [loop])
+        own.close()
 
 
 def drive(loop: Loop, first: Next | None = None) -> Next:

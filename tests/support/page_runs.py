@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from runner import keys
-from runner.agents import Agents
 from runner.context import goal_message
-from runner.loop import CallTools, Loop, Next, NextStep
+from runner.loop import NextStep
 from runner.store import RunStore
 from runner.testing import Reply, ScriptedModel
+from support.loops import drive, loop_of_worker
 from support.page_agents import clerk
 
 Told = tuple[float, str, int | None, str | None, dict[str, Any]]
@@ -32,18 +31,8 @@ def start_run(
     )
     if not replies:
         return
-    # A store that leaves the hints to whoever drives, unlike a client's.
-    loop = Loop(RunStore(store.settings), Agents([agent]), settings=store.settings)
-    coming: deque[Next] = deque([NextStep(run_id, 0)])
-    while coming:
-        match coming.popleft():
-            case NextStep(_, step):
-                coming.append(loop.advance(run_id, step))
-            case CallTools(_, step, indexes):
-                coming.extend(loop.call_tool(run_id, step, index) for index in indexes)
-            case _:
-                pass
-    loop.close()
+    with loop_of_worker(store, agent) as loop:
+        drive(loop, NextStep(run_id, 0))
 
 
 def tell_events(store: RunStore, run_id: str, told: Sequence[Told]) -> None:

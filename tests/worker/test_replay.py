@@ -9,12 +9,11 @@ import pytest
 
 from runner import keys
 from runner.agents import load_agents
-from runner.loop import CallTools, Loop, NextStep
+from runner.loop import NextStep
 from runner.recording import load_recording
-from runner.settings import Settings
-from runner.store import RunStore
 from runner.testing import Reply, ScriptedModel, calls, replay
 from support.command import Invoke
+from support.loops import drive, loop_of_worker
 from tasks import Client, Run
 
 NO_SUCH_RUN = "01a00000-0000-7000-8000-000000000000"
@@ -27,13 +26,9 @@ def ended(client: Client) -> Run:
     agents = load_agents(["support.agents"])
     asked = [calls(("add", {"a": a, "b": a + 1})) for a in (1, 3)]
     turns: list[Reply] = [*asked, "Seven."]
-    settings = Settings(redis_url=client.store.settings.redis_url)
-    loop = Loop(RunStore(settings), agents, settings=settings, model=ScriptedModel(turns))
     run = client.submit("What is 3 and 4?", agent="helper")
-    for step in range(3):
-        if isinstance(loop.advance(run.id, step), CallTools):
-            assert loop.call_tool(run.id, step, 0) == NextStep(run.id, step + 1)
-    loop.close()
+    with loop_of_worker(client.store, *agents.values(), model=ScriptedModel(turns)) as loop:
+        drive(loop, NextStep(run.id, 0))
     assert run.result(timeout=1).answer == "Seven."
     return run
 

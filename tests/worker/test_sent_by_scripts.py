@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +18,8 @@ from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
 from runner.store import RunStore
 from runner.testing import ScriptedModel, calls
 from support import queues
-from support.fleet import raw_client, url_of, valkey
 from support.loops import RUN, Loops, open_loops
-from support.queues import as_sent, ids
+from support.queues import as_sent, empty_settings, ids
 from tasks.hints import let_scripts_send, publish
 from worker.app import make_app
 from worker.config import merge_config, worker_config
@@ -39,19 +37,9 @@ def lift() -> str:
     return "lifted"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
-    folder: Path = tmp_path_factory.mktemp("redis")
-    with valkey(folder) as made:
-        yield made
-
-
 @pytest.fixture
 def settings(server: ValkeyServer) -> Settings:
-    client = raw_client(url_of(server))
-    client.flushall()
-    client.close()
-    return Settings(redis_url=url_of(server))
+    return empty_settings(server)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -26,8 +25,9 @@ from runner.models import ModelReply, ModelRequest, StopReason, ToolCalls, ToolR
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
 from runner.store import BegunCall, Hint, Outcome, RunStore, Taken
 from runner.testing import ScriptedModel, calls
-from support.fleet import raw_client, url_of, valkey
+from support.fleet import raw_client
 from support.loops import RUN, Loops, open_loops
+from support.queues import empty_settings
 from tasks import stint
 from tasks.accept import accept_goal
 from tasks.hints import PING, let_scripts_send, publish
@@ -48,19 +48,9 @@ def wait_for_end(ctx: Context) -> str:
     return "never interrupted"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
-    folder: Path = tmp_path_factory.mktemp("redis")
-    with valkey(folder) as made:
-        yield made
-
-
 @pytest.fixture
 def settings(server: ValkeyServer) -> Settings:
-    client = raw_client(url_of(server))
-    client.flushall()
-    client.close()
-    return Settings(redis_url=url_of(server))
+    return empty_settings(server)
 
 
 @pytest.fixture
@@ -133,8 +123,8 @@ def test_hints_are_taken_in_order_and_once(loops: Loops) -> None:
 
 
 def test_a_hint_that_came_through_celery_is_taken_like_any(app: Celery, store: RunStore) -> None:
-    publish(app, RunStore(store.settings), NextStep("some-run-1", 3))
-    publish(app, RunStore(store.settings), CallTools("some-run-1", 3, (7,)))
+    publish(app, store, NextStep("some-run-1", 3))
+    publish(app, store, CallTools("some-run-1", 3, (7,)))
 
     assert take_hint(store, "step") == Hint("some-run-1", 3)
     assert take_hint(store, "call") == Hint("some-run-1", 3, 7)
@@ -143,6 +133,12 @@ def test_a_hint_that_came_through_celery_is_taken_like_any(app: Celery, store: R
 def send_call(app: Celery, task_id: str) -> None:
     """What says that it is a call, and has the id of none."""
     app.send_task("celeriac.call_tool", ("r", 0, 0), task_id=task_id, queue=TOOLS_QUEUE)
+
+
+def send_raw(app: Celery, text: str) -> None:
+    client = raw_client(app.conf.broker_url)
+    client.lpush(TOOLS_QUEUE, text)
+    client.close()
 
 
 @pytest.mark.parametrize(
@@ -158,7 +154,7 @@ def send_call(app: Celery, task_id: str) -> None:
         lambda app: send_call(app, "a-step-of-one.5"),
         lambda app: send_call(app, f"a-long-one.{'9' * 5000}.0"),
         lambda app: send_call(app, "a-broken-one.1.2.3"),
-        lambda app: raw_client(app.conf.broker_url).lpush(TOOLS_QUEUE, "\x00no message"),
+        lambda app: send_raw(app, "\x00no message"),
     ],
 )
 def test_what_is_no_hint_stays_in_front_for_celery(
@@ -170,7 +166,7 @@ def test_what_is_no_hint_stays_in_front_for_celery(
     store.redis.delete(TOOLS_QUEUE)
     other(app)
     before = store.redis.lrange(TOOLS_QUEUE, 0, -1)
-    publish(app, RunStore(store.settings), CallTools(RUN, 0, (1,)))
+    publish(app, store, CallTools(RUN, 0, (1,)))
 
     assert record_first(store) == (Outcome.WAIT, None)
     assert store.wait_for_hint("call", 1) is None
@@ -201,7 +197,7 @@ def test_a_script_that_is_sent_twice_takes_one_hint(loops: Loops) -> None:
 
 def test_a_hint_is_waited_for(app: Celery, store: RunStore) -> None:
     hint = CallTools("some-run-1", 3, (7,))
-    sender = threading.Timer(0.05, publish, (app, RunStore(store.settings), hint))
+    sender = threading.Timer(0.05, publish, (app, store, hint))
     sender.start()
 
     assert store.wait_for_hint("call", 5) == Hint("some-run-1", 3, 7)
