@@ -15,10 +15,13 @@ from typing import TypeVar
 from benchmarks.load import Load
 from benchmarks.parts.speed import time_run, time_runs
 from benchmarks.peers.servers import Missing, free_port, postgres, restate
-from benchmarks.rigs import ROOT, Rig, obvious, ours
+from benchmarks.rigs import ROOT, obvious, ours
 from benchmarks.tables import Bar, Cell, Size, Table, median_and_spread
 
 T = TypeVar("T")
+
+Runs = Callable[[int], float]
+"""Runs so many loads at once, and says how many seconds that took."""
 
 PYTHON = ROOT / ".venv-bench" / "bin" / "python"
 
@@ -35,16 +38,17 @@ CAVEATS = {
     "Restate, tools as calls": "each tool an invocation of its own: nearest to our shape",
 }
 
+POLLING = ["DBOS, tools through its queue", "DBOS, its queue at fifty looks a second"]
+"""They take half a minute and poll while they are idle: they are measured once, and up alone."""
+
 
 @dataclass
 class Peer:
     """A process that runs as many loads as it is told to."""
 
-    name: str
     process: subprocess.Popen[str]
-    slow: bool = False
 
-    def run(self, count: int) -> float:
+    def __call__(self, count: int) -> float:
         """Seconds of so many loads at once."""
         assert self.process.stdin
         self.process.stdin.write(f"{count}\n")
@@ -62,35 +66,48 @@ class Peer:
 def measure_peers(size: Size, folder: Path) -> Table:
     """Ours and the obvious design beside LangGraph, DBOS and Restate."""
     load, count, rounds = Load(), size.of(50, 2), size.of(5, 1)
+    one: dict[str, list[float]] = {}
+    many: dict[str, list[float]] = {}
+    missing: dict[str, str] = {}
+
+    def measure(name: str, run: Runs, *, keep: bool = True) -> None:
+        taken, at_once = run(1), run(count)
+        print(f"  {name}: {taken:.2f} s, {count} at once {at_once:.2f} s", flush=True)
+        if keep:
+            one.setdefault(name, []).append(1000 * taken / load.steps)
+            many.setdefault(name, []).append(count / at_once)
+
+    def start(name: str, stack: ExitStack) -> Iterator[tuple[str, Runs]]:
+        try:
+            yield name, stack.enter_context(talking(name, commands[name], folder))
+        except Missing as reason:
+            missing[name] = str(reason)
+
     with ExitStack() as stack:
-        rigs: list[Rig] = [
-            stack.enter_context(ours(folder / "ours")),
-            stack.enter_context(obvious(folder / "obvious")),
-        ]
-        peers, missing = start_peers(stack, folder)
-        measures: dict[str, Callable[[int], float]] = {
-            rig.name: lambda count, rig=rig: (
+        commands = peer_commands(stack, folder)
+        for polling in POLLING:
+            with ExitStack() as alone:
+                for name, run in start(polling, alone):
+                    run(1)  # to get warm
+                    measure(name, run)
+        contestants: dict[str, Runs] = {
+            rig.name: lambda count, rig=rig: (  # type: ignore[misc]
                 time_run(rig, load) if count == 1 else time_runs(rig, load, count)
             )
-            for rig in rigs
-        } | {peer.name: peer.run for peer in peers}
-        slow = {peer.name for peer in peers if peer.slow}
-        one: dict[str, list[float]] = {name: [] for name in measures}
-        many: dict[str, list[float]] = {name: [] for name in measures}
+            for rig in (
+                stack.enter_context(ours(folder / "ours")),
+                stack.enter_context(obvious(folder / "obvious")),
+            )
+        }
+        for other in commands:
+            if other not in POLLING:
+                contestants.update(start(other, stack))
         for number in range(rounds + 1):
-            for name, measure in measures.items():
-                if name in slow and number:
-                    continue  # half a minute each: once is enough, behind one to get warm
-                if name in slow:
-                    measure(1)
-                taken, at_once = measure(1), measure(count)
-                print(f"  {name}: {taken:.2f} s, {count} at once {at_once:.2f} s", flush=True)
-                if number or name in slow:
-                    one[name].append(1000 * taken / load.steps)
-                    many[name].append(count / at_once)
+            for name, run in contestants.items():
+                measure(name, run, keep=number > 0)
     rows: list[list[Cell]] = [
         [name, median_and_spread(one[name]), median_and_spread(many[name]), CAVEATS.get(name, "")]
-        for name in measures
+        for name in one
     ]
     rows += [[name, "", "", f"skipped: {why}"] for name, why in missing.items()]
     return Table(
@@ -116,42 +133,30 @@ def _bars(one: dict[str, list[float]], many: dict[str, list[float]]) -> Iterator
     yield Bar(f"fifty at once: runs a second, of those of {peer}", round(times, 2), 2.0, True)
 
 
-def start_peers(stack: ExitStack, folder: Path) -> tuple[list[Peer], dict[str, str]]:
-    """Those that this machine can start, and why it can't start the others."""
-    peers: list[Peer] = []
-    missing: dict[str, str] = {}
-
-    def attempt(name: str, start: Callable[[], list[str]], *, slow: bool = False) -> None:
-        try:
-            peers.append(stack.enter_context(talking(name, start(), folder, slow=slow)))
-        except Missing as reason:
-            missing[name] = str(reason)
-
-    if not PYTHON.exists():
-        return [], dict.fromkeys(CAVEATS, "there is no .venv-bench; make bench-peers makes it")
+def peer_commands(stack: ExitStack, folder: Path) -> dict[str, Callable[[], list[str]]]:
+    """How each is started; asking for it starts the server that it needs, or raises Missing."""
     url = shared(stack, postgres)
     ports = shared(stack, restate)
-    graph, workflow = "benchmarks.peers.langgraph_agent", "benchmarks.peers.dbos_agent"
-    attempt("LangGraph on Postgres", lambda: [graph, url()])
-    attempt("LangGraph on SQLite", lambda: [graph, f"sqlite:{folder / 'langgraph.sqlite'}"])
-    attempt("DBOS, tools as steps", lambda: [workflow, url(), "inside"])
-    attempt("DBOS, tools through its queue", lambda: [workflow, url(), "queue"], slow=True)
-    attempt(
-        "DBOS, its queue at fifty looks a second",
-        lambda: [workflow, url(), "eager"],
-        slow=True,
-    )
-    for name, how in (("tools in the handler", "inside"), ("tools as calls", "calls")):
-        attempt(
-            f"Restate, {name}",
-            lambda how=how: [  # type: ignore[misc]
-                "benchmarks.peers.restate_agent",
-                str(free_port()),
-                *map(str, ports()),
-                how,
-            ],
-        )
-    return peers, missing
+
+    def graph(where: Callable[[], str]) -> Callable[[], list[str]]:
+        return lambda: ["benchmarks.peers.langgraph_agent", where()]
+
+    def workflow(how: str) -> Callable[[], list[str]]:
+        return lambda: ["benchmarks.peers.dbos_agent", url(), how]
+
+    def handler(how: str) -> Callable[[], list[str]]:
+        module = "benchmarks.peers.restate_agent"
+        return lambda: [module, str(free_port()), *map(str, ports()), how]
+
+    return {
+        "LangGraph on Postgres": graph(url),
+        "LangGraph on SQLite": graph(lambda: f"sqlite:{folder / 'langgraph.sqlite'}"),
+        "DBOS, tools as steps": workflow("inside"),
+        "DBOS, tools through its queue": workflow("queue"),
+        "DBOS, its queue at fifty looks a second": workflow("eager"),
+        "Restate, tools in the handler": handler("inside"),
+        "Restate, tools as calls": handler("calls"),
+    }
 
 
 def shared(
@@ -169,11 +174,13 @@ def shared(
 
 
 @contextlib.contextmanager
-def talking(name: str, command: list[str], folder: Path, *, slow: bool) -> Iterator[Peer]:
+def talking(name: str, command: Callable[[], list[str]], folder: Path) -> Iterator[Peer]:
     """A peer's process, once it says that it is ready."""
+    if not PYTHON.exists():
+        raise Missing("there is no .venv-bench; make bench-peers makes it")
     with (folder / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
-            [PYTHON, "-m", *command],
+            [PYTHON, "-m", *command()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -182,7 +189,7 @@ def talking(name: str, command: list[str], folder: Path, *, slow: bool) -> Itera
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         )
     try:
-        peer = Peer(name, process, slow)
+        peer = Peer(process)
         while peer.read() != "ready":
             pass
         yield peer
