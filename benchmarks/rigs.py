@@ -82,12 +82,16 @@ class Rig(Protocol):
 def wait_for_runs(
     rig: Rig, run_ids: Iterable[str], *, every: float = 0.01, timeout: float = 120
 ) -> None:
-    """Look every so many seconds, in one request, until all have ended."""
+    """Look every so many seconds, at one as long as that one hasn't ended, until all have.
+
+    Who looks takes of the cores that are measured.
+    """
     left = list(run_ids)
     ends_at = time.monotonic() + timeout
     while left:
         time.sleep(every)
-        left = [run_id for run_id, over in zip(left, rig.ended(left), strict=True) if not over]
+        if all(rig.ended(left[-1:])):
+            left = [run_id for run_id, over in zip(left, rig.ended(left), strict=True) if not over]
         if time.monotonic() > ends_at:
             raise TimeoutError(f"{len(left)} runs of {rig.name} haven't ended in {timeout:g} s")
 

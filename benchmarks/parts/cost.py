@@ -230,15 +230,15 @@ def measure_memory(size: Size, folder: Path) -> Table:
         rest = [shared_memory([pid]), shared_memory(tools[:1]), shared_memory(tools[1:2])]
         stock = shared_memory(family(theirs.workers.processes["worker"].pid))
         before = own_memory([pid])
-        bursts = [time_burst(rig, load, count, pid) for _ in range(size.of(5))]
-    seconds = [each for each, _ in bursts]
+        seconds = [time_runs(rig, load, count) for _ in range(size.of(5))]
+        each_mb = (watch_burst(rig, load, count, pid) - before) / count
     share = statistics.median(seconds) / load.asking
-    each_mb = (max(peak for _, peak in bursts) - before) / count
     return Table(
         title="Memory",
         about=f"MB of a worker after a few runs (PSS), and {count} runs whose model takes a "
         f"second, in one steps worker with {count} threads: seconds from the first submit to the "
-        "last end, of one second, in several bursts, and the most that each run in flight takes.",
+        "last end, of one second, in several bursts, and the most that each run in flight takes in "
+        "one more.",
         columns=["what", "measured"],
         rows=[
             ["a steps worker, MB", round(rest[0], 1)],
@@ -255,16 +255,17 @@ def measure_memory(size: Size, folder: Path) -> Table:
     )
 
 
-def time_burst(rig: Ours, load: Load, count: int, pid: int) -> tuple[float, float]:
-    """Seconds from the first submit of so many runs to the last end, and the most MB meanwhile."""
-    started, peak = time.perf_counter(), 0.0
-    run_ids = [rig.submit(load) for _ in range(count)]
-    # One is asked after, while all are on their way: to ask after all would be work of its own.
-    while not rig.ended(run_ids[-1:])[0]:
+def watch_burst(rig: Ours, load: Load, count: int, pid: int) -> float:
+    """The most MB that a process takes while so many runs are on their way.
+
+    To look takes time of the process that is looked at, so nobody times this burst.
+    """
+    run_ids, peak = [rig.submit(load) for _ in range(count)], 0.0
+    while not all(rig.ended(run_ids[-1:])):
         peak = max(peak, own_memory([pid]))
         time.sleep(0.02)
-    wait_for_runs(rig, run_ids, every=0.001)
-    return time.perf_counter() - started, peak
+    wait_for_runs(rig, run_ids)
+    return peak
 
 
 def measure_watching(size: Size, folder: Path) -> Table:

@@ -10,18 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from benchmarks.load import Load
-from benchmarks.parts.speed import time_run, time_runs
+from benchmarks.parts.speed import IN_A_ROW, time_runs, time_single_runs
 from benchmarks.peers.servers import Missing, free_port, postgres, restate
-from benchmarks.rigs import ROOT, obvious, ours
+from benchmarks.rigs import ROOT, Rig, obvious, ours
 from benchmarks.tables import Bar, Cell, Size, Table, median_and_spread
 
 T = TypeVar("T")
-
-Runs = Callable[[int], float]
-"""Runs so many loads at once, and says how many seconds that took."""
 
 PYTHON = ROOT / ".venv-bench" / "bin" / "python"
 
@@ -42,14 +39,39 @@ POLLING = ["DBOS, tools through its queue", "DBOS, its queue at fifty looks a se
 """They take half a minute and poll while they are idle: they are measured once, and up alone."""
 
 
+class Runs(Protocol):
+    """Whoever runs loads."""
+
+    def single(self, count: int) -> float:
+        """The median seconds of so many, one after the other."""
+
+    def at_once(self, count: int) -> float:
+        """Seconds of so many at once."""
+
+
+@dataclass
+class OnCelery:
+    """One of ours, that runs loads in its workers."""
+
+    rig: Rig
+
+    def single(self, count: int) -> float:
+        return time_single_runs(self.rig, Load(), count)
+
+    def at_once(self, count: int) -> float:
+        return time_runs(self.rig, Load(), count)
+
+
 @dataclass
 class Peer:
     """A process that runs as many loads as it is told to."""
 
     process: subprocess.Popen[str]
 
-    def __call__(self, count: int) -> float:
-        """Seconds of so many loads at once."""
+    def single(self, count: int) -> float:
+        return statistics.median(self.at_once(1) for _ in range(count))
+
+    def at_once(self, count: int) -> float:
         assert self.process.stdin
         self.process.stdin.write(f"{count}\n")
         self.process.stdin.flush()
@@ -63,62 +85,71 @@ class Peer:
         return line
 
 
+class Board:
+    """What was measured of each: milliseconds a step of one run, and runs a second of many."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.one: dict[str, list[float]] = {}
+        self.many: dict[str, list[float]] = {}
+
+    def measure(self, name: str, run: Runs, *, in_a_row: int, keep: bool = True) -> None:
+        """So many single runs, of which the median counts, and so many at once."""
+        taken = run.single(in_a_row)
+        at_once = run.at_once(self.count)
+        print(f"  {name}: {taken:.3f} s, {self.count} at once {at_once:.2f} s", flush=True)
+        if keep:
+            self.one.setdefault(name, []).append(1000 * taken / Load().steps)
+            self.many.setdefault(name, []).append(self.count / at_once)
+
+
 def measure_peers(size: Size, folder: Path) -> Table:
     """Ours and the obvious design beside LangGraph, DBOS and Restate."""
-    load, count, rounds = Load(), size.of(50, 2), size.of(5, 1)
-    one: dict[str, list[float]] = {}
-    many: dict[str, list[float]] = {}
+    board, rounds, in_a_row = Board(size.of(50, 2)), size.of(5, 1), size.of(IN_A_ROW, 1)
     missing: dict[str, str] = {}
-
-    def measure(name: str, run: Runs, *, keep: bool = True) -> None:
-        taken, at_once = run(1), run(count)
-        print(f"  {name}: {taken:.2f} s, {count} at once {at_once:.2f} s", flush=True)
-        if keep:
-            one.setdefault(name, []).append(1000 * taken / load.steps)
-            many.setdefault(name, []).append(count / at_once)
-
-    def start(name: str, stack: ExitStack) -> Iterator[tuple[str, Runs]]:
-        try:
-            yield name, stack.enter_context(talking(name, commands[name], folder))
-        except Missing as reason:
-            missing[name] = str(reason)
-
     with ExitStack() as stack:
         commands = peer_commands(stack, folder)
+
+        def start(name: str, until: ExitStack) -> Iterator[tuple[str, Runs]]:
+            try:
+                yield name, until.enter_context(talking(name, commands[name], folder))
+            except Missing as reason:
+                missing[name] = str(reason)
+
         for polling in POLLING:
             with ExitStack() as alone:
                 for name, run in start(polling, alone):
-                    run(1)  # to get warm
-                    measure(name, run)
+                    run.single(1)  # to get warm
+                    board.measure(name, run, in_a_row=1)
         contestants: dict[str, Runs] = {
-            rig.name: lambda count, rig=rig: (  # type: ignore[misc]
-                time_run(rig, load) if count == 1 else time_runs(rig, load, count)
-            )
-            for rig in (
-                stack.enter_context(ours(folder / "ours")),
-                stack.enter_context(obvious(folder / "obvious")),
-            )
+            "celeriac": OnCelery(stack.enter_context(ours(folder / "ours"))),
+            "obvious": OnCelery(stack.enter_context(obvious(folder / "obvious"))),
         }
-        for other in commands:
-            if other not in POLLING:
-                contestants.update(start(other, stack))
+        for other in [name for name in commands if name not in POLLING]:
+            contestants.update(start(other, stack))
         for number in range(rounds + 1):
             for name, run in contestants.items():
-                measure(name, run, keep=number > 0)
+                board.measure(name, run, in_a_row=in_a_row, keep=number > 0)
     rows: list[list[Cell]] = [
-        [name, median_and_spread(one[name]), median_and_spread(many[name]), CAVEATS.get(name, "")]
-        for name in one
+        [
+            name,
+            median_and_spread(board.one[name]),
+            median_and_spread(board.many[name]),
+            CAVEATS.get(name, ""),
+        ]
+        for name in board.one
     ]
     rows += [[name, "", "", f"skipped: {why}"] for name, why in missing.items()]
     return Table(
         title="Others",
-        about=f"10 steps by 4 calls with the same instant model: milliseconds a step of one run, "
-        f"and runs a second of {count} at once, measured in turn. Most run their tools in the "
-        "process that orchestrates, so a step is no message at all; ours and the obvious design "
-        "send five. What differs is said with each.",
-        columns=["what", "ms a step", f"runs a second, {count} at once", "how"],
+        about="10 steps by 4 calls with the same instant model: milliseconds a step of one run, of "
+        f"which each time the median of {in_a_row} counts, and runs a second of {board.count} at "
+        "once, measured in turn; those that poll while they are idle are up alone, and measured "
+        "once. Most run their tools in the process that orchestrates, so a step is no message at "
+        "all; ours and the obvious design send five. What differs is said with each.",
+        columns=["what", "ms a step", f"runs a second, {board.count} at once", "how"],
         rows=rows,
-        bars=list(_bars(one, many)),
+        bars=list(_bars(board.one, board.many)),
     )
 
 

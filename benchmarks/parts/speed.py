@@ -15,6 +15,12 @@ from benchmarks.load import Load, make_history
 from benchmarks.rigs import Rig, bare_hop, obvious, ours, wait_for_runs
 from benchmarks.tables import Bar, Cell, Plot, Size, Table, median_and_spread, ratio
 
+IN_A_ROW = 5
+"""Single runs of which the median counts, each time that it is somebody's turn."""
+
+LOOK_AFTER = 0.8
+"""Of the quickest so far, what a run is left alone for: looks take a tenth of it otherwise."""
+
 
 def measure_overhead(size: Size, folder: Path) -> Table:
     """One run of 10 steps by 4 calls at a time."""
@@ -26,16 +32,18 @@ def measure_overhead(size: Size, folder: Path) -> Table:
             stack.enter_context(bare_hop(folder / "hop")),
         ]
         found = interleave(
-            rigs, size.of(20, 2), lambda rig: 1000 * time_run(rig, load) / load.steps
+            rigs,
+            size.of(7, 2),
+            lambda rig: 1000 * time_single_runs(rig, load, IN_A_ROW) / load.steps,
         )
     mine, theirs, hops = found
     share = ratio(mine, theirs)
     return Table(
         title="Overhead of a step",
         about="One run at a time, of 10 steps by 4 calls with an instant model and instant tools, "
-        "and an answer after them: milliseconds from submit to end, by the number of steps. A bare "
-        "hop is one task that enqueues itself with stock settings; a step is five messages, two of "
-        "them in a row.",
+        "and an answer after them: milliseconds from submit to end, by the number of steps; the "
+        f"median of {IN_A_ROW} runs counts each time. A bare hop is one task that enqueues itself "
+        "with stock settings; a step is five messages, two of them in a row.",
         columns=["contestant", "ms a step", "of the obvious design's"],
         rows=[
             [rig.name, median_and_spread(times), round(ratio(times, theirs), 2)]
@@ -78,7 +86,7 @@ def measure_fanout(size: Size, folder: Path) -> Table:
             times = interleave(
                 [mine, theirs],
                 size.of(7),
-                lambda rig, load=load: 1000 * time_run(rig, load) / load.steps,  # type: ignore[misc]
+                lambda rig, load=load: 1000 * time_single_runs(rig, load, 3) / load.steps,  # type: ignore[misc]
             )
             share = ratio(*times)
             rows.append(
@@ -206,11 +214,21 @@ def interleave(
     return found
 
 
-def time_run(rig: Rig, load: Load) -> float:
-    """Seconds of one run, from its submit to its end."""
+def time_run(rig: Rig, load: Load, *, at_least: float = 0.0) -> float:
+    """Seconds of one run, from its submit to its end; nobody looks before `at_least` are over."""
     started = time.perf_counter()
-    wait_for_runs(rig, [rig.submit(load)], every=0.001)
+    run_id = rig.submit(load)
+    time.sleep(at_least)
+    wait_for_runs(rig, [run_id], every=0.0005)
     return time.perf_counter() - started
+
+
+def time_single_runs(rig: Rig, load: Load, count: int) -> float:
+    """The median seconds of so many runs, one after the other, with few looks at each."""
+    times: list[float] = []
+    for _ in range(count):
+        times.append(time_run(rig, load, at_least=LOOK_AFTER * min(times, default=0.0)))
+    return statistics.median(times)
 
 
 def time_runs(rig: Rig, load: Load, count: int) -> float:
