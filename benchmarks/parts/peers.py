@@ -8,35 +8,22 @@ import statistics
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from benchmarks.load import Load
 from benchmarks.parts.speed import IN_A_ROW, time_runs, time_single_runs
 from benchmarks.peers.servers import Missing, free_port, postgres, restate
 from benchmarks.rigs import ROOT, Rig, obvious, ours
-from benchmarks.tables import Bar, Cell, Size, Table, median_and_spread
-
-T = TypeVar("T")
+from benchmarks.tables import Bar, Cell, Size, Table, median_and_spread, ratio
 
 PYTHON = ROOT / ".venv-bench" / "bin" / "python"
 
-CAVEATS = {
-    "LangGraph on Postgres": "tools in its own process, one after the other, as its quickstart has "
-    "them; a checkpoint after each node, written beside the next",
-    "LangGraph on SQLite": "the same, on one file without a server",
-    "DBOS, tools as steps": "tools in the workflow's process, one after the other; a transaction "
-    "each, written through",
-    "DBOS, tools through its queue": "a workflow for each tool; the queue, and who waits for a "
-    "result, look once a second by default",
-    "DBOS, its queue at fifty looks a second": "the same, with both set to that",
-    "Restate, tools in the handler": "a server beside one handler process",
-    "Restate, tools as calls": "each tool an invocation of its own: nearest to our shape",
-}
+HELD_TO = "LangGraph on Postgres"
 
-POLLING = ["DBOS, tools through its queue", "DBOS, its queue at fifty looks a second"]
-"""They take half a minute and poll while they are idle: they are measured once, and up alone."""
+SLOW = {"DBOS, tools through its queue", "DBOS, its queue at fifty looks a second"}
+"""They take half a minute: once is enough."""
 
 
 class Runs(Protocol):
@@ -85,133 +72,172 @@ class Peer:
         return line
 
 
-class Board:
-    """What was measured of each: milliseconds a step of one run, and runs a second of many."""
+@dataclass
+class Times:
+    """What was measured of one: milliseconds a step of one run, and runs a second of many."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.one: dict[str, list[float]] = {}
-        self.many: dict[str, list[float]] = {}
+    one: list[float] = field(default_factory=list)
+    many: list[float] = field(default_factory=list)
 
-    def measure(self, name: str, run: Runs, *, in_a_row: int, keep: bool = True) -> None:
+    def measure(self, runs: Runs, count: int, *, in_a_row: int) -> None:
         """So many single runs, of which the median counts, and so many at once."""
-        taken = run.single(in_a_row)
-        at_once = run.at_once(self.count)
-        print(f"  {name}: {taken:.3f} s, {self.count} at once {at_once:.2f} s", flush=True)
-        if keep:
-            self.one.setdefault(name, []).append(1000 * taken / Load().steps)
-            self.many.setdefault(name, []).append(self.count / at_once)
+        self.one.append(1000 * runs.single(in_a_row) / Load().steps)
+        self.many.append(count / runs.at_once(count))
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """How one is started, with the server that it needs; `start` raises Missing where it can't."""
+
+    name: str
+    start: Callable[[ExitStack, Path], Runs]
+    caveat: str
 
 
 def measure_peers(size: Size, folder: Path) -> Table:
-    """Ours and the obvious design beside LangGraph, DBOS and Restate."""
-    board, rounds, in_a_row = Board(size.of(50, 2)), size.of(5, 1), size.of(IN_A_ROW, 1)
-    missing: dict[str, str] = {}
-    with ExitStack() as stack:
-        commands = peer_commands(stack, folder)
-
-        def start(name: str, until: ExitStack) -> Iterator[tuple[str, Runs]]:
+    """Ours beside the obvious design, LangGraph, DBOS and Restate, one after the other."""
+    count = size.of(50, 2)
+    rows: list[list[Cell]] = []
+    bars: list[Bar] = []
+    with ours(folder / "ours") as rig:
+        mine = OnCelery(rig)
+        for each in CONTESTANTS:
             try:
-                yield name, until.enter_context(talking(name, commands[name], folder))
+                with ExitStack() as alone:
+                    theirs = each.start(alone, folder)
+                    found = measure_beside(mine, theirs, count, size, slow=each.name in SLOW)
             except Missing as reason:
-                missing[name] = str(reason)
-
-        for polling in POLLING:
-            with ExitStack() as alone:
-                for name, run in start(polling, alone):
-                    run.single(1)  # to get warm
-                    board.measure(name, run, in_a_row=1)
-        contestants: dict[str, Runs] = {
-            "celeriac": OnCelery(stack.enter_context(ours(folder / "ours"))),
-            "obvious": OnCelery(stack.enter_context(obvious(folder / "obvious"))),
-        }
-        for other in [name for name in commands if name not in POLLING]:
-            contestants.update(start(other, stack))
-        for number in range(rounds + 1):
-            for name, run in contestants.items():
-                board.measure(name, run, in_a_row=in_a_row, keep=number > 0)
-    rows: list[list[Cell]] = [
-        [
-            name,
-            median_and_spread(board.one[name]),
-            median_and_spread(board.many[name]),
-            CAVEATS.get(name, ""),
-        ]
-        for name in board.one
-    ]
-    rows += [[name, "", "", f"skipped: {why}"] for name, why in missing.items()]
+                rows.append([each.name, "", "", "", "", f"skipped: {reason}"])
+                continue
+            beside, own = found
+            rows.append(
+                [
+                    each.name,
+                    median_and_spread(own.one),
+                    median_and_spread(beside.one),
+                    median_and_spread(own.many),
+                    median_and_spread(beside.many),
+                    each.caveat,
+                ]
+            )
+            print("  " + "; ".join(map(str, rows[-1][:5])), flush=True)
+            if each.name == HELD_TO:
+                bars = _bars(beside, own)
     return Table(
         title="Others",
         about="10 steps by 4 calls with the same instant model: milliseconds a step of one run, of "
-        f"which each time the median of {in_a_row} counts, and runs a second of {board.count} at "
-        "once, measured in turn; those that poll while they are idle are up alone, and measured "
-        "once. Most run their tools in the process that orchestrates, so a step is no message at "
-        "all; ours and the obvious design send five. What differs is said with each.",
-        columns=["what", "ms a step", f"runs a second, {board.count} at once", "how"],
+        f"which each time the median of {IN_A_ROW} in a row counts, and runs a second of {count} "
+        "at once. Each is up alone beside ours and measured in turn with it, as an idle one may "
+        "take of the cores too. Most run their tools in the process that orchestrates, so a step "
+        "is no message at all; ours and the obvious design send five. What differs is said with "
+        "each.",
+        columns=[
+            "what",
+            "ms a step",
+            "ours beside it",
+            f"runs a second, {count} at once",
+            "ours beside it",
+            "how",
+        ],
         rows=rows,
-        bars=list(_bars(board.one, board.many)),
+        bars=bars,
     )
 
 
-def _bars(one: dict[str, list[float]], many: dict[str, list[float]]) -> Iterator[Bar]:
-    peer = "LangGraph on Postgres"
-    if peer not in one:
-        return
-    middle = statistics.median
-    share = middle(one["celeriac"]) / middle(one[peer])
-    times = middle(many["celeriac"]) / middle(many[peer])
-    yield Bar(f"one run: milliseconds a step, of those of {peer}", round(share, 2), 1.0)
-    yield Bar(f"fifty at once: runs a second, of those of {peer}", round(times, 2), 2.0, True)
+def measure_beside(
+    mine: Runs, theirs: Runs, count: int, size: Size, *, slow: bool
+) -> tuple[Times, Times]:
+    """Ours and theirs in turn, once both are warm."""
+    for each in (mine, theirs):
+        Times().measure(each, 1 if slow else count, in_a_row=1)
+    beside, own = Times(), Times()
+    for _ in range(1 if slow else size.of(5)):
+        beside.measure(mine, count, in_a_row=IN_A_ROW)
+        own.measure(theirs, count, in_a_row=1 if slow else IN_A_ROW)
+    return beside, own
 
 
-def peer_commands(stack: ExitStack, folder: Path) -> dict[str, Callable[[], list[str]]]:
-    """How each is started; asking for it starts the server that it needs, or raises Missing."""
-    url = shared(stack, postgres)
-    ports = shared(stack, restate)
+def _bars(ours: Times, theirs: Times) -> list[Bar]:
+    share, times = ratio(ours.one, theirs.one), ratio(ours.many, theirs.many)
+    return [
+        Bar(f"one run: milliseconds a step, of those of {HELD_TO}", round(share, 2), 1.0),
+        Bar(f"fifty at once: runs a second, of those of {HELD_TO}", round(times, 2), 2.0, True),
+    ]
 
-    def graph(where: Callable[[], str]) -> Callable[[], list[str]]:
-        return lambda: ["benchmarks.peers.langgraph_agent", where()]
 
-    def workflow(how: str) -> Callable[[], list[str]]:
-        return lambda: ["benchmarks.peers.dbos_agent", url(), how]
+def _obvious(alone: ExitStack, folder: Path) -> Runs:
+    return OnCelery(alone.enter_context(obvious(folder / "obvious")))
 
-    def handler(how: str) -> Callable[[], list[str]]:
+
+def _on_postgres(module: str, *how: str) -> Callable[[ExitStack, Path], Runs]:
+    def start(alone: ExitStack, folder: Path) -> Runs:
+        command = [module, alone.enter_context(postgres()), *how]
+        return alone.enter_context(talking(command, folder))
+
+    return start
+
+
+def _on_sqlite(alone: ExitStack, folder: Path) -> Runs:
+    command = ["benchmarks.peers.langgraph_agent", f"sqlite:{folder / 'langgraph.sqlite'}"]
+    return alone.enter_context(talking(command, folder))
+
+
+def _on_restate(how: str) -> Callable[[ExitStack, Path], Runs]:
+    def start(alone: ExitStack, folder: Path) -> Runs:
+        ports = alone.enter_context(restate())
         module = "benchmarks.peers.restate_agent"
-        return lambda: [module, str(free_port()), *map(str, ports()), how]
+        command = [module, str(free_port()), *map(str, ports), how]
+        return alone.enter_context(talking(command, folder))
 
-    return {
-        "LangGraph on Postgres": graph(url),
-        "LangGraph on SQLite": graph(lambda: f"sqlite:{folder / 'langgraph.sqlite'}"),
-        "DBOS, tools as steps": workflow("inside"),
-        "DBOS, tools through its queue": workflow("queue"),
-        "DBOS, its queue at fifty looks a second": workflow("eager"),
-        "Restate, tools in the handler": handler("inside"),
-        "Restate, tools as calls": handler("calls"),
-    }
+    return start
 
 
-def shared(
-    stack: ExitStack, start: Callable[[], contextlib.AbstractContextManager[T]]
-) -> Callable[[], T]:
-    """A server that is started when it is first asked for."""
-    started: list[T] = []
-
-    def get() -> T:
-        if not started:
-            started.append(stack.enter_context(start()))
-        return started[0]
-
-    return get
+CONTESTANTS = [
+    Contestant("obvious", _obvious, "one worker with stock settings"),
+    Contestant(
+        "LangGraph on Postgres",
+        _on_postgres("benchmarks.peers.langgraph_agent"),
+        "tools in its own process, one after the other, as its quickstart has them; a checkpoint "
+        "after each node, written beside the next",
+    ),
+    Contestant("LangGraph on SQLite", _on_sqlite, "the same, on one file without a server"),
+    Contestant(
+        "DBOS, tools as steps",
+        _on_postgres("benchmarks.peers.dbos_agent", "inside"),
+        "tools in the workflow's process, one after the other; a transaction each, written through",
+    ),
+    Contestant(
+        "DBOS, tools through its queue",
+        _on_postgres("benchmarks.peers.dbos_agent", "queue"),
+        "a workflow for each tool; the queue, and who waits for a result, look once a second by "
+        "default",
+    ),
+    Contestant(
+        "DBOS, its queue at fifty looks a second",
+        _on_postgres("benchmarks.peers.dbos_agent", "eager"),
+        "the same, with both set to that",
+    ),
+    Contestant(
+        "Restate, tools in the handler",
+        _on_restate("inside"),
+        "a server beside one handler process",
+    ),
+    Contestant(
+        "Restate, tools as calls",
+        _on_restate("calls"),
+        "each tool an invocation of its own: nearest to our shape",
+    ),
+]
 
 
 @contextlib.contextmanager
-def talking(name: str, command: Callable[[], list[str]], folder: Path) -> Iterator[Peer]:
+def talking(command: list[str], folder: Path) -> Iterator[Peer]:
     """A peer's process, once it says that it is ready."""
     if not PYTHON.exists():
         raise Missing("there is no .venv-bench; make bench-peers makes it")
-    with (folder / f"{name}.log").open("wb") as log:
+    with (folder / "peer.log").open("ab") as log:
         process = subprocess.Popen(
-            [PYTHON, "-m", *command()],
+            [PYTHON, "-m", *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -15,7 +15,7 @@ from benchmarks.load import Load, make_history
 from benchmarks.rigs import Rig, bare_hop, obvious, ours, wait_for_runs
 from benchmarks.tables import Bar, Cell, Plot, Size, Table, median_and_spread, ratio
 
-IN_A_ROW = 5
+IN_A_ROW = 9
 """Single runs of which the median counts, each time that it is somebody's turn."""
 
 LOOK_AFTER = 0.8
