@@ -66,7 +66,7 @@ from runner.models import (
 )
 from runner.nudge import Nudges
 from runner.observe import Observer
-from runner.record import RunRecord, dump
+from runner.record import RunOfCall, RunRecord, dump
 from runner.redact import redact
 from runner.render import clean
 from runner.settings import Settings
@@ -712,13 +712,13 @@ class Loop:
         if isinstance(call, Outcome):
             return Skip(run_id, call), None
         if call.outcome is Outcome.EXPIRED:
-            return self._stop(call.record, call.outcome), None
+            return self._let_go_of_call(run_id, call.outcome), None
         reach(Point.CALL_BEGUN)
         tool = self._tool(call)
         executed = self.observer.call(call, lambda: self._calls.run(call, tool))
         reach(Point.CALL_RAN)
         if isinstance(executed, Outcome):
-            return self._let_go(call.record, executed), None
+            return self._let_go_of_call(run_id, executed), None
         result = executed.result
         _log_call(call.record, result)
         tell(f"{result.name} {result.error.type if result.error else 'OK'}")
@@ -894,6 +894,11 @@ class Loop:
         if outcome is Outcome.EXPIRED:
             return self._stop(record, outcome)
         return Skip(record.run_id, outcome)
+
+    def _let_go_of_call(self, run_id: str, outcome: Outcome) -> Next:
+        if outcome is Outcome.EXPIRED:
+            return self._stop(self.store.read_run(run_id), outcome)
+        return Skip(run_id, outcome)
 
     def _fail(self, record: RunRecord, type: RunErrorType, message: str, asked: Asked) -> Next:
         agent = self.agents.get(record.agent)
@@ -1172,7 +1177,7 @@ def _log_step(record: RunRecord, asked: Asked, started: float) -> None:
     )
 
 
-def _log_call(record: RunRecord, result: ToolResult) -> None:
+def _log_call(record: RunOfCall, result: ToolResult) -> None:
     logger.info(
         "run=%s call=%s tool=%s outcome=%s attempt=%d chars=%d ms=%d",
         record.run_id,

@@ -35,36 +35,51 @@ ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
-class RunRecord:
-    """A run's record as it was at `now`. Times are ms by Redis' clock.
+class RunOfCall:
+    """What a call is told of its run, as it was at `now`. Times are ms by Redis' clock.
 
-    `used` and `failed` count a tool's calls and failures by its name; `model` is the index of the
-    agent's model that is asked; `final` is the answer that a final tool has given. `goal` is the
-    place of the goal in the history, behind what was said before; `after` the run that this one
-    goes on from. `tool_answers` counts answers of a final tool after which the run went on.
+    `failed` counts the failures of tools by their names: for a call, those of its own.
     """
 
     run_id: str
+    step: int
+    agent: str
+    deadline: int
+    now: int
+    principal: Principal | None
+    metadata: dict[str, JsonValue]
+    resumed: int
+    failed: dict[str, int]
+
+    @property
+    def remaining(self) -> float:
+        """Seconds to the deadline."""
+        return (self.deadline - self.now) / 1000
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord(RunOfCall):
+    """A run's whole record.
+
+    `used` counts the calls of tools by their names; `model` is the index of the agent's model that
+    is asked; `final` is the answer that a final tool has given. `goal` is the place of the goal in
+    the history, behind what was said before; `after` the run that this one goes on from.
+    `tool_answers` counts answers of a final tool after which the run went on.
+    """
+
     status: RunStatus
     phase: str
-    step: int
     epoch: int
     deaths: int
-    resumed: int
     model_attempts: int
     tool_calls: int
     used: dict[str, int]
-    failed: dict[str, int]
     model: int
     invalid_calls: int
     created: int
-    deadline: int
     ended: int | None
-    agent: str
     limits: Limits | None
     fingerprint: str
-    principal: Principal | None
-    metadata: dict[str, JsonValue]
     usage: Usage
     stop_reason: StopReason | None
     answer: JsonValue
@@ -76,7 +91,6 @@ class RunRecord:
     promised: bool
     to_backend: bool
     schema: int
-    now: int
     goal: int = 0
     after: str | None = None
     conversation: str | None = None
@@ -87,11 +101,6 @@ class RunRecord:
     def tenant(self) -> str:
         """Whose run it is; empty where nobody said."""
         return self.principal.tenant if self.principal else ""
-
-    @property
-    def remaining(self) -> float:
-        """Seconds to the deadline."""
-        return (self.deadline - self.now) / 1000
 
 
 class RunInfo(Frozen):
@@ -235,6 +244,32 @@ def _read_limits(text: str) -> Limits:
     return Limits.model_validate_json(text)
 
 
+def _read_principal(text: str | None) -> Principal | None:
+    return Principal.model_validate_json(text) if text else None
+
+
+def _read_metadata(text: str | None) -> dict[str, JsonValue]:
+    return json.loads(text) if text else {}
+
+
+def parse_run_of_call(
+    run_id: str, step: int, tool: str, values: Sequence[str | None], now: int
+) -> RunOfCall:
+    """What `answer_call` of the scripts tells of a run, in its order."""
+    agent, deadline, principal, metadata, resumed, failed = values
+    return RunOfCall(
+        run_id=run_id,
+        step=step,
+        agent=agent or "",
+        deadline=int(deadline or 0),
+        now=now,
+        principal=_read_principal(principal),
+        metadata=_read_metadata(metadata),
+        resumed=int(resumed or 0),
+        failed={tool: int(failed)} if failed else {},
+    )
+
+
 def parse_record(run_id: str, fields: Mapping[str, str], now: int) -> RunRecord:
     def number(name: str) -> int:
         return int(fields.get(name) or 0)
@@ -274,8 +309,8 @@ def parse_record(run_id: str, fields: Mapping[str, str], now: int) -> RunRecord:
         agent=fields.get("agent", ""),
         limits=_read_limits(limits) if limits else None,
         fingerprint=fields.get("fingerprint", ""),
-        principal=Principal.model_validate_json(principal) if principal else None,
-        metadata=parsed("metadata") or {},
+        principal=_read_principal(principal),
+        metadata=_read_metadata(fields.get("metadata")),
         usage=Usage(
             requests=number("requests"),
             prompt_tokens=number("prompt_tokens"),

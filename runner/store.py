@@ -49,6 +49,7 @@ from runner.models import (
     Usage,
 )
 from runner.record import (
+    RunOfCall,
     RunRecord,
     call_digest,
     call_summary,
@@ -61,6 +62,7 @@ from runner.record import (
     parse_entries,
     parse_event,
     parse_record,
+    parse_run_of_call,
     result_trace,
     usage_args,
 )
@@ -188,7 +190,7 @@ class BegunCall:
     """An attempt of a call (`OK`), or one that may not be made and why. `attempt` counts starts."""
 
     outcome: Outcome
-    record: RunRecord
+    record: RunOfCall
     decision: ToolDecision
     index: int
     attempt: int
@@ -933,7 +935,7 @@ class RunStore:
         )
         if len(reply) == 1:
             return Outcome(reply[0])
-        return _begun_call(run_id, index, reply)
+        return _begun_call(run_id, step, index, reply)
 
     def renew_call(self, call: BegunCall) -> Outcome:
         """The heartbeat of a call's holder."""
@@ -1028,7 +1030,7 @@ class RunStore:
         begun[0] = Outcome(begun[0])
         if len(begun) == 1:
             return reply[0], Taken(hint.run_id, begun[0])
-        return reply[0], Taken(hint.run_id, _begun_call(hint.run_id, hint.call, begun))
+        return reply[0], Taken(hint.run_id, _begun_call(*hint, begun))
 
     def _recording(
         self, run_id: str, step: int, index: int, result: ToolResult, with_it: WithResult
@@ -1135,7 +1137,7 @@ class RunStore:
                 MAX_RELEASES if stopped else 0,
             ],
         )
-        return Outcome(reply[0]) if len(reply) == 1 else _begun_call(run_id, index, reply)
+        return Outcome(reply[0]) if len(reply) == 1 else _begun_call(run_id, step, index, reply)
 
     def add_event(
         self,
@@ -1719,12 +1721,13 @@ def _taker() -> str:
     return f"{_process()}/{threading.get_native_id()}"
 
 
-def _begun_call(run_id: str, index: int, reply: Sequence[Any]) -> BegunCall:
-    outcome, now, decision, started, epoch, fields = reply
+def _begun_call(run_id: str, step: int, index: int, reply: Sequence[Any]) -> BegunCall:
+    outcome, now, text, started, epoch, of_run = reply
+    decision = ToolDecision.model_validate_json(text)
     return BegunCall(
         outcome,
-        record=parse_record(run_id, pairs(fields), int(now)),
-        decision=ToolDecision.model_validate_json(decision),
+        record=parse_run_of_call(run_id, step, decision.name, of_run, int(now)),
+        decision=decision,
         index=index,
         attempt=int(started),
         epoch=int(epoch),

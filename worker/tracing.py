@@ -19,7 +19,7 @@ from runner.agents import Agents
 from runner.errors import ModelError, SettingsError
 from runner.model import OpenAIModel
 from runner.models import Final, Model, ModelReply, ModelRequest, Usage
-from runner.record import RunRecord
+from runner.record import RunOfCall, RunRecord
 from runner.redact import redact
 from runner.settings import Settings
 from runner.store import BegunCall, Outcome
@@ -184,7 +184,7 @@ class Tracing(Witness):
         self,
         operation: str,
         of: str,
-        record: RunRecord,
+        record: RunOfCall,
         attributes: Mapping[str, Any],
         *,
         client: bool = False,
@@ -206,7 +206,7 @@ class Tracing(Witness):
         ) as span:
             yield span
 
-    def _inside(self, record: RunRecord) -> Context:
+    def _inside(self, record: RunOfCall) -> Context:
         """The context of the run's root, which is another process's, and not made yet."""
         from opentelemetry.sdk.trace.sampling import Decision
         from opentelemetry.trace import (
@@ -230,7 +230,7 @@ class Tracing(Witness):
         )
         return set_span_in_context(NonRecordingSpan(root), _nowhere())
 
-    def _tell(self, span: Span, record: RunRecord, name: str, content: Any) -> None:
+    def _tell(self, span: Span, record: RunOfCall, name: str, content: Any) -> None:
         if not self._content:
             return
         agent = self._agents.get(record.agent)

@@ -19,7 +19,7 @@
 -- ARGV[6] schema that the worker can read
 -- ARGV[7] id of the run
 -- ARGV[8] kept_for in ms: how long it is known who has taken its hint by itself, 0 where Celery has
--- Returns OK | STALE | CANCELLED | DUPLICATE | EXPIRED | BUSY | PARKED | LOST | POISONED | NEWER, with now, the call's decision, starts and epoch, and the record
+-- Returns OK | STALE | CANCELLED | DUPLICATE | EXPIRED | BUSY | PARKED | LOST | POISONED | NEWER, with now, the call's decision, starts and epoch, and what it is told of its run
 local step = ARGV[1]
 local refused, schema, deadline = refuse(KEYS[1], step, 'tools', 'schema', 'deadline')
 if refused then
@@ -29,18 +29,19 @@ if tonumber(schema or 0) > tonumber(ARGV[6]) then
   return {'NEWER'}
 end
 local field = ARGV[2] .. '.'
-local decision, state, attempt, limits, order = unpack(redis.call('HMGET', KEYS[2], field .. 'decision',
-  field .. 'state', field .. 'attempt', field .. 'limits', field .. 'order'))
+local decision, state, attempt, limits, order, lease, not_before, starts, started, epoch, hinted, hints = unpack(
+  redis.call('HMGET', KEYS[2], field .. 'decision', field .. 'state', field .. 'attempt', field .. 'limits',
+    field .. 'order', field .. 'lease', field .. 'not_before', field .. 'starts', field .. 'started',
+    field .. 'epoch', field .. 'hinted', field .. 'hints'))
 if not decision then
   return {'STALE'}
 end
 if redis.call('HEXISTS', KEYS[3], ARGV[2]) == 1 then
   return {'DUPLICATE'}
 end
-local lease, not_before, starts, started, epoch, hinted, hints = numbers(KEYS[2], field .. 'lease',
-  field .. 'not_before', field .. 'starts', field .. 'started', field .. 'epoch', field .. 'hinted', field .. 'hints')
+starts, started, epoch = tonumber(starts or 0), tonumber(started or 0), tonumber(epoch or 0)
 local function answer(word)
-  return {word, int(now), decision, int(started), int(epoch), redis.call('HGETALL', KEYS[1])}
+  return answer_call(word, KEYS[1], decision, started, epoch)
 end
 if attempt == ARGV[5] then
   return answer('OK')
@@ -48,14 +49,15 @@ end
 if now >= tonumber(deadline or 0) then
   return answer('EXPIRED')
 end
-if state == 'held' or state == 'asked' or state == 'approval' or now < lease or now < not_before then
+if state == 'held' or state == 'asked' or state == 'approval' or now < tonumber(lease or 0)
+  or now < tonumber(not_before or 0) then
   return {'BUSY'}
 end
 if state == 'running' and started >= starts then
   -- Started as often as it may be, and nobody knows what the last start did.
   return answer(starts > 1 and 'POISONED' or 'LOST')
 end
-note_seen(KEYS[5], hinted, hints)
+note_seen(KEYS[5], tonumber(hinted or 0), tonumber(hints or 0))
 local ends, granted = now + tonumber(ARGV[3]), {}
 if limits then
   local places = {run = KEYS[1], due = KEYS[6], slots = KEYS[7], waiting = KEYS[8], crowded = KEYS[9]}

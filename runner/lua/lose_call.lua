@@ -11,7 +11,7 @@
 -- ARGV[4] holder, the beginning of the attempt ids of that child
 -- ARGV[5] grace in ms
 -- ARGV[6] max_releases of one call that cost no attempt, 0 where the child died
--- Returns OK | LOST | POISONED | STALE | CANCELLED | FENCED, with now, the call's decision, starts and epoch, and the record
+-- Returns OK | LOST | POISONED | STALE | CANCELLED | FENCED, with now, the call's decision, starts and epoch, and what it is told of its run
 local step = ARGV[2]
 local refused = refuse(KEYS[1], step, 'tools')
 if refused then
@@ -30,8 +30,7 @@ if starts > 1 and releases < tonumber(ARGV[6]) then
   started = redis.call('HINCRBY', KEYS[2], field .. 'started', -1)
 end
 if started >= starts then
-  return {starts > 1 and 'POISONED' or 'LOST', int(now), decision, int(started), int(epoch),
-    redis.call('HGETALL', KEYS[1])}
+  return answer_call(starts > 1 and 'POISONED' or 'LOST', KEYS[1], decision, started, epoch)
 end
 local places = {run = KEYS[1], due = KEYS[3], slots = KEYS[4], waiting = KEYS[5], crowded = KEYS[6]}
 local granted = {}

@@ -66,6 +66,14 @@ local function refuse(run, step, phase, ...)
   return nil, unpack(fields, 5)
 end
 
+-- The answer to whoever begins a call, or takes it over from a holder that is gone: the call, and of its run what
+-- it is told. The first name in a decision is that of its tool.
+local function answer_call(word, run, decision, started, epoch)
+  local tool = string.match(decision, '"name":"([^"]*)"') or ''
+  return {word, int(now), decision, int(started), int(epoch), redis.call('HMGET', run, 'agent', 'deadline',
+    'principal', 'metadata', 'resumed', 'failed.' .. tool)}
+end
+
 -- Notes that a hint was acted on, where it was the first for its work: a queue is first in, first out, so any
 -- hint older than this one and still unseen is lost. Recovery allows for a second; to note each would be a
 -- write for each.
