@@ -13,10 +13,11 @@ from functools import cached_property
 from typing import Any
 
 from runner import keys
+from runner.connection import reporting_redis_errors
 from runner.models import Event, Limits, RunStatus, StopReason, ToolErrorType
 from runner.record import RunRecord, parse_event, parse_record
 from runner.redact import HIDDEN
-from runner.store import MAX_DEATHS, RunStore, reporting_redis_errors
+from runner.store import MAX_DEATHS, RunStore
 
 Message = dict[str, Any]
 

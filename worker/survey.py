@@ -12,9 +12,10 @@ from typing import Any
 
 from runner import keys
 from runner.agents import Agents
+from runner.connection import connect, reporting_redis_errors
 from runner.limits import QUEUE_LIMIT
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE
-from runner.store import RunStore, connect, reporting_redis_errors
+from runner.store import RunStore
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,13 @@ from celery.signals import worker_process_shutdown
 
 from runner import keys
 from runner.agents import Agents
+from runner.connection import reporting_redis_errors
 from runner.errors import CeleriacError
 from runner.models import Model, ModelReply, ModelRequest
 from runner.observe import Observer
 from runner.record import RunRecord
 from runner.settings import Settings
-from runner.store import BegunCall, Outcome, RunStore, reporting_redis_errors
+from runner.store import BegunCall, Outcome, RunStore
 from runner.tools import Executed
 
 T = TypeVar("T")

@@ -1314,8 +1314,9 @@ def test_word_of_an_end_that_came_before_a_resume_costs_no_model_call(
     loop = start(model=model)
     with background_step(loop) as step:
         assert model.asked.acquire(timeout=5)
+        before = store.redis.hget(redis_keys.run(RUN), "lease")
         store.redis.publish(redis_keys.NUDGE, RUN)
-        renewed = wait_for_lease(store)
+        renewed = wait_for_lease(store, after=before)
         model.answer.set()
         assert step.result(5) == Finish(RUN, StopReason.COMPLETED)
     assert renewed
@@ -1328,13 +1329,12 @@ def background_step(loop: Loop) -> Iterator[concurrent.futures.Future[Next]]:
         yield pool.submit(loop.advance, RUN, 0)
 
 
-def wait_for_lease(store: RunStore) -> bool:
+def wait_for_lease(store: RunStore, *, after: object) -> bool:
     """Whether the lease is renewed soon, and long before its turn: somebody was woken."""
     key = redis_keys.run(RUN)
-    before = store.redis.hget(key, "lease")
     ends_at = time.monotonic() + 4
     while time.monotonic() < ends_at:
-        if store.redis.hget(key, "lease") != before:
+        if store.redis.hget(key, "lease") != after:
             return True
         time.sleep(0.01)
     return False

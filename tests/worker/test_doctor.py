@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from runner import keys
+from runner.connection import connect
 from runner.settings import STEPS_QUEUE, TOOLS_QUEUE, Settings
-from runner.store import RunStore, connect
+from runner.store import RunStore
 from support.command import Invoke
 from support.fleet import Fleet, fleet, url_of, valkey
 from tasks import Client

@@ -11,8 +11,8 @@ import pytest
 import redis
 
 import worker.embedded
+from runner.connection import connect
 from runner.errors import RedisUnavailable, SettingsError
-from runner.store import connect
 from worker.embedded import PortTaken, check_server, embedded_server
 
 
