@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from pathlib import Path
@@ -199,6 +200,12 @@ def urgent(ctx: Context) -> str:
     return "done in time"
 
 
+@tool
+def count_frozen() -> int:
+    """Count the objects that no collection of this process looks at."""
+    return gc.get_freeze_count()
+
+
 TOOLS = [
     ping,
     add,
@@ -244,5 +251,6 @@ curious = Agent(name="curious", tools=TOOLS, clarify=True)
 guarded = Agent(name="guarded", tools=[ping, guarded_charge, urgent, close_account])
 closed = Agent(name="closed", tools=TOOLS, requires={"admin"})
 hasty_guarded = Agent(name="hasty-guarded", tools=guarded.tools, limits=Limits(timeout=2))
+frozen = Agent(name="frozen", tools=[count_frozen])
 attentive = Agent(name="attentive", tools=[ping, wait_until_told])
 chatty = Agent(name="chatty", tools=TOOLS, stream=True)

@@ -56,3 +56,10 @@ def test_a_step_of_four_calls_costs_few_commands(stage: Stage) -> None:
     assert sent.count("HGETALL") <= STEPS, (
         "who waits for the end looks at the record when it is told"
     )
+
+
+def test_a_collection_leaves_out_what_a_worker_has_loaded(stage: Stage) -> None:
+    run = stage.submit([calls(("count_frozen", {})), final("done")], agent="frozen")
+    assert run.result(timeout=20).ok
+    [answered] = [each for each in run.messages() if each["role"] == "tool"]
+    assert int(answered["content"]) > 10_000
