@@ -24,7 +24,7 @@ FOLDERS = {
 ROWS = [
     {"models"},
     {"errors", "failpoints", "background", "interrupt", "scripts", "render", "images", "redact"},
-    {"settings", "keys", "record", "schema", "reader", "profiles", "view", "limits"},
+    {"connection", "settings", "keys", "record", "schema", "reader", "profiles", "view", "limits"},
     {"history"},
     {"tools", "store", "stream", "replies"},
     {"clarify", "nudge", "keeper", "model", "invariants", "approvals", "recording", "observe"},
