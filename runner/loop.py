@@ -749,7 +749,8 @@ class Loop:
                 result=result,
                 hidden=self._hidden(self.agents.get(call.record.agent)),
             )
-            return Wait(run_id) if outcome is Outcome.OK else Skip(run_id, outcome)
+            if outcome is not Outcome.LOST:
+                return Wait(run_id) if outcome is Outcome.OK else Skip(run_id, outcome)
         return None
 
     def _record(

@@ -932,7 +932,8 @@ class RunStore:
     ) -> Outcome:
         """Put a call back after a failure that may pass; `result` is kept in the trace alone.
 
-        `passes`: the tool wasn't started, and may be passed on so many times (then `LOST`).
+        `LOST`: it was started as often as it may be. `passes`: the tool wasn't started, and may be
+        passed on so many times (then `LOST`).
         """
         run_id, step = call.record.run_id, call.record.step
         return self._word(

@@ -36,6 +36,12 @@ if tonumber(ARGV[9]) > 0 then
     return {'LOST'}
   end
   redis.call('HINCRBY', KEYS[2], field .. 'started', -1)
+else
+  -- Whoever has run it may know its tool by another number of attempts than the worker that opened it.
+  local starts, started = numbers(KEYS[2], field .. 'starts', field .. 'started')
+  if started >= starts then
+    return {'LOST'}
+  end
 end
 local places = {run = KEYS[1], due = KEYS[5], slots = KEYS[6], waiting = KEYS[7], crowded = KEYS[8]}
 local granted = {}

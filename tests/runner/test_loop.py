@@ -496,6 +496,14 @@ def test_only_an_idempotent_tool_is_tried_again_after_a_timeout(
     assert loop.store.read_trace(RUN)[-1]["result"]["attempt"] == 2
 
 
+def test_a_call_is_started_as_often_as_the_worker_that_opened_it_said(start: Start) -> None:
+    loop = start(calls(("hang_safely", "{}")), final())
+    loop.advance(RUN, 0)
+    loop.store.redis.hset(redis_keys.calls(RUN), "0.starts", 1)  # its tool was another there
+    assert loop.call_tool(RUN, 0, 0) == NextStep(RUN, 1)
+    assert (error_types(loop), started) == (["TIMEOUT"], ["hang_safely"])
+
+
 # --- a model that fails ------------------------------------------------------------------------
 
 

@@ -763,6 +763,16 @@ def test_a_call_put_back_waits_its_delay_and_keeps_the_failure_in_the_trace(
     assert store.redis.exists(keys.results(RUN)) == 0
 
 
+def test_a_call_is_not_put_back_after_its_last_start(store: RunStore) -> None:
+    with_open_calls(store, 1, starts=2)
+    assert store.retry_call(begin_call(store), delay=0, result=result(0)) is Outcome.OK
+    last = begin_call(store)
+    assert store.retry_call(last, delay=0, result=result(0)) is Outcome.LOST
+    assert store.begin_call(RUN, 0, 0) is Outcome.BUSY, "it is held as before"
+    assert store.retry_call(last, delay=0, result=result(0), passes=1) is Outcome.OK
+    assert begin_call(store).attempt == 2, "a tool that wasn't started costs no start"
+
+
 def test_an_older_attempt_cannot_put_a_call_back(make_store: MakeStore) -> None:
     store = make_store(**DEAD)
     with_open_calls(store, 2, starts=3)
