@@ -75,6 +75,9 @@ def sender_of(client: redis.Redis) -> Sender:
 
 def _send(connection: Any, command: tuple[str | float, ...]) -> Any:
     try:
+        if not connection.is_connected:
+            # Once for each try: to send would make four tries of its own to connect.
+            connection.connect_check_health(check_health=False, retry_socket_connect=False)
         connection.send_command(*command)
         return connection.read_response()
     except redis.ResponseError:

@@ -13,7 +13,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -42,7 +42,13 @@ from runner.context import (
     tool_message,
 )
 from runner.decide import count_invalid, decide_calls, gives_answer, missing_scopes
-from runner.errors import CeleriacError, InvalidInput, ModelError, RedisUnavailable
+from runner.errors import (
+    CeleriacError,
+    InvalidInput,
+    ModelError,
+    RedisUnavailable,
+    RunNotFound,
+)
 from runner.failpoints import Point, reach
 from runner.guards import look_at_progress
 from runner.images import image_parts
@@ -712,13 +718,13 @@ class Loop:
         if isinstance(call, Outcome):
             return Skip(run_id, call), None
         if call.outcome is Outcome.EXPIRED:
-            return self._let_go_of_call(run_id, call.outcome), None
+            return self._let_go_of_call(call, call.outcome), None
         reach(Point.CALL_BEGUN)
         tool = self._tool(call)
         executed = self.observer.call(call, lambda: self._calls.run(call, tool))
         reach(Point.CALL_RAN)
         if isinstance(executed, Outcome):
-            return self._let_go_of_call(run_id, executed), None
+            return self._let_go_of_call(call, executed), None
         result = executed.result
         _log_call(call.record, result)
         tell(f"{result.name} {result.error.type if result.error else 'OK'}")
@@ -896,9 +902,15 @@ class Loop:
             return self._stop(record, outcome)
         return Skip(record.run_id, outcome)
 
-    def _let_go_of_call(self, run_id: str, outcome: Outcome) -> Next:
+    def _let_go_of_call(self, call: BegunCall, outcome: Outcome) -> Next:
+        run_id = call.record.run_id
         if outcome is Outcome.EXPIRED:
-            return self._stop(self.store.read_run(run_id), outcome)
+            try:
+                record = self.store.read_run(run_id)
+            except RunNotFound:
+                return Skip(run_id, Outcome.STALE)
+            # By the epoch of the call: the run may have ended, and gone on, since it was begun.
+            return self._stop(replace(record, epoch=call.record.epoch), outcome)
         return Skip(run_id, outcome)
 
     def _fail(self, record: RunRecord, type: RunErrorType, message: str, asked: Asked) -> Next:

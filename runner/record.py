@@ -43,6 +43,7 @@ class RunOfCall:
 
     run_id: str
     step: int
+    epoch: int
     agent: str
     deadline: int
     now: int
@@ -69,7 +70,6 @@ class RunRecord(RunOfCall):
 
     status: RunStatus
     phase: str
-    epoch: int
     deaths: int
     model_attempts: int
     tool_calls: int
@@ -256,10 +256,11 @@ def parse_run_of_call(
     run_id: str, step: int, tool: str, values: Sequence[str | None], now: int
 ) -> RunOfCall:
     """What `answer_call` of the scripts tells of a run, in its order."""
-    agent, deadline, principal, metadata, resumed, failed = values
+    epoch, agent, deadline, principal, metadata, resumed, failed = values
     return RunOfCall(
         run_id=run_id,
         step=step,
+        epoch=int(epoch or 0),
         agent=agent or "",
         deadline=int(deadline or 0),
         now=now,

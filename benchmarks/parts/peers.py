@@ -128,9 +128,10 @@ def measure_peers(size: Size, folder: Path) -> Table:
         about="10 steps by 4 calls with the same instant model: milliseconds a step of one run, of "
         f"which each time the median of {IN_A_ROW} in a row counts, and runs a second of {count} "
         "at once. Each is up alone beside ours and measured in turn with it, as an idle one may "
-        "take of the cores too. Most run their tools in the process that orchestrates, so a step "
-        "is no message at all; ours and the obvious design send five. What differs is said with "
-        "each.",
+        "take of the cores too; those that take half a minute are measured once. Bars are medians "
+        "of the ratios of what was measured right after each other. Most run their tools in the "
+        "process that orchestrates, so a step is no message at all; ours and the obvious design "
+        "send five. What differs is said with each.",
         columns=[
             "what",
             "ms a step",

@@ -70,7 +70,7 @@ end
 -- it is told. The first name in a decision is that of its tool.
 local function answer_call(word, run, decision, started, epoch)
   local tool = string.match(decision, '"name":"([^"]*)"') or ''
-  return {word, int(now), decision, int(started), int(epoch), redis.call('HMGET', run, 'agent', 'deadline',
+  return {word, int(now), decision, int(started), int(epoch), redis.call('HMGET', run, 'epoch', 'agent', 'deadline',
     'principal', 'metadata', 'resumed', 'failed.' .. tool)}
 end
 

@@ -50,11 +50,24 @@ def test_an_error_is_the_answer_to_its_command_alone(client: redis.Redis) -> Non
     assert sender.send("CLIENT", "ID") == before
 
 
-def test_a_server_that_is_away_is_tried_as_often_as_the_client_says() -> None:
-    client = connect("redis://127.0.0.1:1/0")
-    with pytest.raises(redis.ConnectionError):
-        Sender(client).send("PING")
-    client.close()
+def test_a_server_that_is_away_is_tried_as_often_as_the_client_says(
+    client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = Sender(client)
+    before = sender.send("CLIENT", "ID")
+    tried: list[str] = []
+
+    def connect_nowhere(_: redis.Connection) -> None:
+        tried.append("once")
+        raise TimeoutError
+
+    assert client.client_kill_filter(_id=before) == 1
+    monkeypatch.setattr(redis.Connection, "_connect", connect_nowhere)
+    with pytest.raises((redis.ConnectionError, redis.TimeoutError)):
+        sender.send("PING")
+    assert len(tried) == 3, (
+        "behind the one that was cut; each takes three seconds where nobody answers"
+    )
 
 
 def _interrupt(*_: object, **__: object) -> None:

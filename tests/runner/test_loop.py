@@ -58,7 +58,7 @@ from runner.models import (
     ToolCalls,
     Usage,
 )
-from runner.store import Outcome, RunStore
+from runner.store import BegunCall, Outcome, RunStore
 from runner.tools import Context
 from support.loops import RUN, check_requests, close_loops, drive
 from support.replays import check_replay
@@ -461,6 +461,35 @@ def test_the_deadline_ends_a_model_call_that_hangs(start: Start, make_store: Mak
     on = make_store(lease=15, renew_every=0.05)
     loop = start(model=Silent(), on=on, limits=Limits(timeout=0.2))
     assert loop.advance(RUN, 0) == Finish(RUN, StopReason.TIMEOUT)
+
+
+@pytest.mark.parametrize("meanwhile", ["resumed", "deleted"])
+@pytest.mark.no_replay("the run goes on, or is gone")
+def test_a_call_without_time_leaves_a_run_alone_that_was_ended_before(
+    start: Start, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    loop = start(calls(ECHO))
+    store = loop.store
+    loop.advance(RUN, 0)
+    store.redis.hset(redis_keys.run(RUN), "deadline", 1)
+    begin_call = store.begin_call
+
+    def begin_as_it_ends(*args: Any, **options: Any) -> BegunCall | Outcome:
+        begun = begin_call(*args, **options)
+        assert loop.recover(RUN) == Finish(RUN, StopReason.TIMEOUT)
+        if meanwhile == "deleted":
+            assert store.delete_run(RUN) is Outcome.OK
+        else:
+            assert store.resume_run(store.read_run(RUN), Limits(timeout=600)) is Outcome.OK
+        return begun
+
+    monkeypatch.setattr(store, "begin_call", begin_as_it_ends)
+    coming = loop.call_tool(RUN, 0, 0)
+    if meanwhile == "deleted":
+        assert coming == Skip(RUN, Outcome.STALE)
+    else:
+        assert coming == Skip(RUN, Outcome.FENCED)
+        assert store.read_run(RUN).stop_reason is None
 
 
 def test_a_request_may_take_no_longer_than_the_run(start: Start) -> None:

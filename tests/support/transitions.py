@@ -542,7 +542,7 @@ class Transitions(RuleBasedStateMachine):
                         call.lease_end = self.now + LEASE
                     return lambda: self.calls.append((begun, int(attempt.split("/")[1])))
                 case Outcome.EXPIRED:
-                    end = self.ending(told.id, StopReason.TIMEOUT, epoch=told.epoch)
+                    end = self.ending(told.id, StopReason.TIMEOUT, epoch=begun.record.epoch)
                     return lambda: self.send("heard", end)
                 case _:
                     return lambda: self.send("heard", self.recording(told, step, index))
