@@ -822,6 +822,8 @@ def test_r35_quick_steps_dont_wait_for_a_long_one(open_fleet: OpenStage) -> None
 def test_r43_hundreds_of_runs_leave_no_key_behind(open_fleet: OpenStage) -> None:
     stage = open_fleet(CELERIAC_RETENTION="1")
     redis = raw_client(stage.fleet.redis_url)
+    for name in ("steps", "tools"):  # a hasty run has two seconds, which a start may take
+        stage.fleet.wait_for(lambda name=name: "ready" in stage.fleet.log(name))  # type: ignore[misc]
     warm = stage.submit([calls(("ping", {}))], agent="hasty")
     assert warm.result(timeout=20).ok
 
